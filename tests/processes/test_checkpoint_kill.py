@@ -120,3 +120,20 @@ def test_a_full_disk_keeps_what_was_there(small_disk: Path):
     assert f"{first}, is intact" in str(caught.value)
     assert list(small_disk.iterdir()) == [first]
     assert store.load(first).tensors["model"]["w"].eq(1).all()
+
+
+def test_a_last_write_that_fails_is_no_success(tmp_path: Path) -> None:
+    """The program is over before the disk is found to be full, without `sync.close()`."""
+    program = """
+import sys, torch, gradsync as gs
+model = torch.nn.Linear(2, 2)
+gs.replicate(model, gs.World())
+gs.save(sys.argv[1], step=1, model=model)
+print("done")
+sys.exit(75)
+"""
+    (tmp_path / "file").touch()
+    argv = [sys.executable, "-c", program, str(tmp_path / "file" / "folder")]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "done\n"), ended.stderr
+    assert "step-00000001: Not a directory" in ended.stderr

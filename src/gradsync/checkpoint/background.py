@@ -9,9 +9,13 @@ steps do to them. There is one write at a time: the next save waits for the last
 
 from __future__ import annotations
 
+import atexit
 import copy
 import logging
+import os
+import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -34,10 +38,11 @@ class BackgroundWriter:
     """
 
     def __init__(self, store: CheckpointStore) -> None:
-        self._store = store
+        self.store = store
         self._copies: dict[tuple[str, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        atexit.register(_fail_if_unsaid, weakref.ref(self))
 
     def save(self, snapshot: Snapshot, *, owned: bool = False) -> None:
         """Copy the snapshot and start to write it, once the last one is written. `owned`: nobody
@@ -49,12 +54,9 @@ class BackgroundWriter:
         """
         self.wait()
         if isinstance(snapshot.tensors, InOrder):
-            self._store.save(snapshot)
+            self.store.save(snapshot)
             return
-        copied = {
-            stem: self._copy(stem, tensors, owned=owned)
-            for stem, tensors in snapshot.tensors.items()
-        }
+        copied = {n: self._copy(n, part, owned=owned) for n, part in snapshot.tensors.items()}
         if any(t.is_cuda for tensors in snapshot.tensors.values() for t in tensors.values()):
             torch.cuda.current_stream().synchronize()
         state = snapshot.state if owned else copy.deepcopy(snapshot.state)
@@ -73,14 +75,10 @@ class BackgroundWriter:
 
     def wait(self) -> None:
         """Wait until nothing is being written, then `check`."""
-        self.join()
-        self.check()
-
-    def join(self) -> None:
-        """Wait until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.check()
 
     def _copy(self, stem: str, tensors: Mapping[str, Tensor], *, owned: bool) -> dict[str, Tensor]:
         """Copies on the CPU; tensors of the same memory share one."""
@@ -90,19 +88,29 @@ class BackgroundWriter:
             if tensor.is_meta or tensor.layout != torch.strided or (owned and tensor.is_cpu):
                 found[name] = tensor  # the first two are refused by name in the write
                 continue
-            here = made.get(alias_key(tensor))
-            if here is None:
+            if alias_key(tensor) not in made:
                 here = self._copies.get((stem, name))
                 if here is None or (here.shape, here.dtype) != (tensor.shape, tensor.dtype):
                     here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                    self._copies[stem, name] = here
+                self._copies[stem, name] = here
                 made[alias_key(tensor)] = here.copy_(tensor.detach(), non_blocking=True)
-            found[name] = here
+            found[name] = made[alias_key(tensor)]
         return found
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
-            self._store.save(snapshot)
+            self.store.save(snapshot)
         except BaseException as error:  # raised again in the thread that trains
             self._error = error
             _log.warning("%s", error)
+
+
+def _fail_if_unsaid(writer: weakref.ref[BackgroundWriter]) -> None:
+    """End a program that is over, and seems to have succeeded, with the error of its last write."""
+    try:
+        if (alive := writer()) is not None:
+            alive.check()
+    except BaseException as error:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(getattr(error, "exit_code", 1))

@@ -104,10 +104,8 @@ class GradientSync:
         self._index: int | None = None
         self._scale: Any = None
         self._result: StepResult | None = None
-        self.stopping = False
-        """Whether ranks agreed to stop in the last `step`."""
-        self.writers: dict[Path, BackgroundWriter] = {}
-        """Of the folders that `gs.save` writes to, on rank 0."""
+        self.stopping = False  # Whether ranks agreed to stop in the last `step`
+        self.writers: dict[Path, BackgroundWriter] = {}  # Of the folders that `gs.save` writes to
         shards = reducer.shards
         handling = batch_norm or choose_batch_norm(model, comm, None)
         self._buffers = BufferSync(model, comm, handling, equal_replicas=shards.equal_replicas)
@@ -393,8 +391,9 @@ class GradientSync:
 
         Returns:
             "model": as `model.state_dict()` of the model without gradsync. "optimizer": of the one
-            optimizer, or a list; None if there is none. "kinds": classes of optimizers.
-            "strategy": its name, and what it keeps between steps.
+            optimizer, or a list; None if there is none. "kinds", "names": classes of optimizers,
+            names of the parameters in their groups. "strategy": its name, and what it keeps between
+            steps.
 
         Raises:
             ConfigError: between `backward` and `step`.

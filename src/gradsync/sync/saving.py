@@ -6,7 +6,6 @@ state holds beside tensors is kept as JSON: nothing is pickled.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.checkpoint.background import BackgroundWriter
-from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
+from gradsync.checkpoint.manifest import MANIFEST_NAME
+from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.checkpoint.weights import clean_names
 from gradsync.comm.values import broadcast_tensors, from_rank_0
 from gradsync.core.files import one_line
@@ -55,7 +55,7 @@ def save(
     written on return.
 
     Args:
-        folder: of this run's checkpoints; no other run may write there.
+        folder: of this model's checkpoints; no other run or model may write there.
         step: optimizer steps done.
         model: as given to `gs.replicate`.
         optimizer: one, or the list passed to `sync.step`.
@@ -68,29 +68,35 @@ def save(
         ConfigError: the model is not replicated; between `backward` and `step`; on rank 0, a value
             that is none of the above.
         CheckpointError: on rank 0, here, in a later `sync.step` or in `sync.close`: it cannot be
-            written (a full disk), or holds nan or inf.
+            written (a full disk), or holds nan or inf (a mask of -inf:
+            `register_buffer(persistent=False)`). A program that is over by then ends with exit
+            code 1.
     """
-    handle = _handle_of(model)
+    handle, place = _handle_of(model), Path(folder).absolute()
+    if type(step) is not int or step < 0:
+        raise ConfigError(f"gs.save: step is {step!r}; expected the number of steps done, an int")
+    if loader is not None and not hasattr(loader, "state_dict"):
+        raise ConfigError(f"gs.save: {type(loader).__name__} has no state_dict; give gs.loader's")
     state = handle.state_dict(optimizer, rank0_only=True)
     if handle.comm.rank != 0:
         return
     others = {name: part for name, part in state["model"].items() if is_extra_state(name)}
     given = {
-        "optimizer": {"states": state["optimizer"], "kinds": state["kinds"]},
-        "sync": state["strategy"],
-        "data": copy.deepcopy(None if loader is None else loader.state_dict()),
-        "extra": copy.deepcopy({"modules": others, "extra": extra}),
+        "optimizer": {key: part for key, part in state.items() if key != "model"},
+        "data": None if loader is None else loader.state_dict(),
+        "script": {"modules": others, "extra": extra},
     }
-    tensors: dict[str, dict[str, Tensor]] = {stem: {} for stem in ("model", *given)}
-    tensors["model"] = {n: part for n, part in state["model"].items() if n not in others}
+    weights = {name: part for name, part in state["model"].items() if name not in others}
+    tensors: dict[str, dict[str, Tensor]] = {"model": weights, **{stem: {} for stem in given}}
     found = {stem: _to_json(part, stem, tensors[stem]) for stem, part in given.items()}
-    snapshot = Snapshot(step=step, tensors=tensors, state={"script": found})
-    place = Path(folder)
-    if place not in handle.writers:
-        handle.writers[place] = BackgroundWriter(CheckpointStore(place, keep_last))
-    handle.writers[place].save(snapshot, owned=True)
+    for stem in ("data", "script"):  # the rest is copied already
+        tensors[stem] = {name: t.detach().clone() for name, t in tensors[stem].items()}
+    store = CheckpointStore(place, keep_last)
+    writer = handle.writers.get(place) or handle.writers.setdefault(place, BackgroundWriter(store))
+    writer.store.keep_last = store.keep_last
+    writer.save(Snapshot(step=step, tensors=tensors, state={"script": found}), owned=True)
     if handle.stopping:
-        handle.writers[place].wait()
+        writer.wait()
 
 
 def load(
@@ -114,20 +120,28 @@ def load(
     Raises:
         CheckpointError: on all ranks: there are checkpoints, but none is good; it is of `gradsync
             train`.
-        ConfigError: on all ranks, before anything is loaded: another model or other optimizers.
+        ConfigError: on all ranks, before anything is loaded: another model or other optimizers; a
+            file in place of the folder.
         DataError: on all ranks: the loader reads other data.
     """
-    handle, place = _handle_of(model), Path(folder)
+    handle, place = _handle_of(model), Path(folder).absolute()
     tensors: dict[str, Tensor] = {}
 
     def read() -> dict[str, Any] | None:
         for writer in handle.writers.values():
             writer.wait()
-        if not place.name.startswith("step-") and not any(place.glob("step-*")):
-            return None
-        path, problems = resolve(place)
-        for problem in problems:
-            log.warning("%s; using %s", problem, path.name)
+        if place.exists() and not place.is_dir():
+            raise ConfigError(f"gs.load: {place} is a file; expected a folder of checkpoints")
+        path = place
+        if not (place / MANIFEST_NAME).exists():
+            info, problems = CheckpointStore(place).latest()
+            if info is None:
+                if problems:
+                    raise CheckpointError(f"{place}: no good checkpoint: {'; '.join(problems)}")
+                return None
+            path = info.path
+            for problem in problems:
+                log.warning("%s; using %s", problem, path.name)
         snapshot = CheckpointStore(path.parent).load(path)
         if not isinstance(snapshot.state.get("script"), dict):
             raise CheckpointError(f"{path}: gs.save did not write it; expected a script's state")
@@ -147,19 +161,17 @@ def load(
         weights = {n.removeprefix("model/"): t for n, t in tensors.items() if n[:6] == "model/"}
         own = {clean: name for name, clean in clean_names(model.state_dict()).items()}
         state = {
-            "model": {own.get(n, n): t for n, t in weights.items()} | parts["extra"]["modules"],
-            "optimizer": parts["optimizer"]["states"],
-            "kinds": parts["optimizer"]["kinds"],
-            "strategy": parts["sync"],
+            "model": {own.get(n, n): t for n, t in weights.items()} | parts["script"]["modules"],
+            **parts["optimizer"],
         }
-        position, extra = parts["data"], parts["extra"]["extra"]
+        position, extra = parts["data"], parts["script"]["extra"]
     except (LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{header['path']}: state.json: {one_line(error)}") from None
-    if loader is not None:
-        if position is None:
-            raise ConfigError(f"{header['path']} has no state of a loader: none was given to save")
-        loader.load_state_dict(position)
+    if loader is not None and position is None:
+        raise ConfigError(f"{header['path']} has no state of a loader: none was given to save")
     handle.load_state_dict(state, optimizer)
+    if loader is not None:
+        loader.load_state_dict(position)
     return Loaded(header["step"], extra)
 
 
@@ -173,19 +185,24 @@ def _handle_of(model: nn.Module) -> GradientSync:
 def _to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """`value` as JSON, with its tensors moved to `tensors`, by path."""
     if isinstance(value, Tensor):
-        while path in tensors:  # {"a.b": …} and {"a": {"b": …}}
+        path = path.replace(".", "/")  # dotted names lose the names of wrappers in a file
+        while path in tensors:  # {"a/b": …} and {"a": {"b": …}}
             path += "'"
         tensors[path] = value
         return {"tensor": path}
     if isinstance(value, Mapping):
-        pairs = [(_to_json(key, f"{path}'s keys", {}), key) for key in value]
-        return {"dict": [[k, _to_json(value[key], f"{path}.{key}", tensors)] for k, key in pairs]}
+        pairs = [[_to_json(key, f"{path}'s key", {}), key] for key in value]
+        if odd := [key for held, key in pairs if isinstance(held, dict)]:
+            raise ConfigError(f"gs.save: {path} has the key {odd[0]!r}; expected texts or numbers")
+        return {"dict": [[k, _to_json(value[key], f"{path}/{key}", tensors)] for k, key in pairs]}
     if isinstance(value, list | tuple):
-        parts = [_to_json(part, f"{path}.{n}", tensors) for n, part in enumerate(value)]
+        parts = [_to_json(part, f"{path}/{n}", tensors) for n, part in enumerate(value)]
         return {"tuple" if isinstance(value, tuple) else "list": parts}
+    if getattr(value, "shape", None) == ():  # a number of numpy
+        value = value.item()
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
-            return kind(value)
+            return "".join(value) if isinstance(value, str) else kind(value)  # also of an Enum
     if value is not None:
         raise ConfigError(
             f"gs.save: {path} is a {type(value).__name__}; expected dicts, lists and tuples of "

@@ -30,14 +30,7 @@ def whole_state(
     replica: Replicas, comm: Communicator, optimizer: Optimizers | None, *, keep: bool
 ) -> dict[str, Any]:
     """See `GradientSync.state_dict`; {} unless this rank is to `keep` it."""
-    try:
-        check_same_call(comm, "state_dict", torch.empty(0), call_site())
-    except RunError as error:
-        if type(error) is not RunError:
-            raise
-        raise RunError(
-            f"{error}; all ranks call gs.save and sync.state_dict, not rank 0 alone"
-        ) from None
+    check_same_call(comm, "state_dict", torch.empty(0), call_site())
     each = [] if optimizer is None else each_optimizer(optimizer)
     for one in each:
         replica.gather(one)
@@ -61,6 +54,7 @@ def whole_state(
         "model": weights,
         "optimizer": states,
         "kinds": [type(one).__name__ for one in each],
+        "names": _names(replica.model, each),
         "strategy": {"name": replica.strategy, "tensors": tensors},
     }
 
@@ -100,6 +94,15 @@ def load_whole_state(
         )
 
 
+def _names(model: nn.Module, optimizers: Sequence[Any]) -> list[list[list[str]]]:
+    """Names of the parameters in each group of each optimizer, which torch matches by position."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        [[known.get(id(p), "?") for p in group["params"]] for group in one.param_groups]
+        for one in optimizers
+    ]
+
+
 def is_extra_state(name: str) -> bool:
     """Whether it is what a module's `get_extra_state` returned, under that name in a state dict."""
     return name.rpartition(".")[2] == "_extra_state"
@@ -122,6 +125,12 @@ def _why_not(state: Any, model: nn.Module, optimizers: Sequence[Any]) -> str:
         return (
             f"the state holds optimizers {state['kinds']}, but {kinds} came with it: give both "
             "calls the same as sync.step()"
+        )
+    own_names = _names(model, optimizers)
+    if kinds and state.get("names", own_names) != own_names:
+        return (
+            "the optimizers hold other parameters than the saved ones, or in another order or in "
+            "other groups: torch matches them by position"
         )
     return ""
 

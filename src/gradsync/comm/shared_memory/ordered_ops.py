@@ -295,7 +295,7 @@ class OrderedOps:
                 raise self._break(
                     f"ranks call different operations at the same time: this rank {op.what}, "
                     f"rank(s) {', '.join(map(str, strangers))} something else (another operation, "
-                    "shape, dtype, or memory in another place)"
+                    "shape, dtype, or memory in another place); does one rank alone save?"
                 )
             self._act(op, op.share)
             op.shared = True

@@ -34,7 +34,7 @@ from gradsync.commands.train.output import Progress, RunDir, finite_or_none
 from gradsync.commands.train.state import Resumed, numeric_fingerprint, restore
 from gradsync.commands.train.trackers import require_packages
 from gradsync.core.files import counted, read_object
-from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
+from gradsync.errors import CheckpointError, ConfigError, GradsyncError, RunError, UsageError
 from gradsync.runtime.signals import StopRequest
 from gradsync.runtime.watch import FailureWatch
 from gradsync.sync.check_replicas import first_difference
@@ -143,7 +143,8 @@ def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | N
             watch.sampler.held = True
         raise
     finally:
-        trainer.writer.join()
+        with suppress(CheckpointError):  # after a failure; the writer has logged its own
+            trainer.writer.wait()
         trainer.run_dir.end_table()
 
 

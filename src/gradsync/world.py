@@ -76,8 +76,7 @@ class World:
 
     @property
     def should_stop(self) -> bool:
-        """True once a signal has asked this rank to stop; ranks agree on it in `sync.step`, whose
-        result has `stop`. Always False without `gs.init(catch_stop=True)`."""
+        """Whether a signal has asked this rank to stop, under `gs.init(catch_stop=True)`."""
         return self.asks_to_stop is not None and self.asks_to_stop()
 
     @property

@@ -514,5 +514,17 @@ def destroy(rank: int, world_size: int, store_path: str) -> bool:
     return dist.is_initialized()
 
 
+@pytest.mark.parametrize(("release", "said"), [("2.16.0+cpu", True), ("2.15.1", False)])
+def test_a_torch_that_was_not_tested_is_said(
+    release: str, said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "__version__", release)
+    with gs.init(threads=1):
+        pass
+    found = [record.getMessage() for record in caplog.records if "newer than" in record.message]
+    assert len(found) == said
+    assert all("torch 2.16.0+cpu is newer than 2.15" in each for each in found)
+
+
 def test_a_group_that_the_program_destroys(pool: Any) -> None:
     assert pool.run(destroy, 2) == [False, False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -291,4 +293,20 @@ def test_a_leaf_of_nothing_counts_for_nothing(name: str, scaled: bool) -> None:
     assert result.mean_loss.isfinite()
     assert all(gradient.isfinite().all() and gradient.any() for gradient in seen)
     assert not any(map(torch.equal, before, model.parameters()))
+    sync.close()
+
+
+def test_without_a_step_it_says_why_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 1)
+    sync = replicate(model, comm=SingleCommunicator())
+    model(torch.ones(1, 2)).sum().backward()
+    assert math.isnan(sync.mean_loss)
+    assert math.isnan(sync.mean_loss)
+    assert [r.getMessage()[:21] for r in caplog.records].count("sync.mean_loss is nan") == 1
+    assert repr(sync) == "<GradientSync of Linear, strategy='invariant'>"
+    sync.discard()
+    sync.backward(model(torch.ones(1, 2)).sum(), weight=1)
+    result = sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert re.match(r"StepResult\(mean_loss=tensor\(", repr(result))
+    assert "Stopwatch" not in repr(result)
     sync.close()

@@ -459,3 +459,12 @@ def test_a_rank_whose_forward_failed_discards(name: str, own: bool) -> None:
 
     for moved in on_handles(work, two_layers, strategy=name):
         assert not moved.any()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_fsdp_refuses_weights_that_a_forward_changes(kind: type[nn.Module]) -> None:
+    """FSDP2 changes a copy of them, and drops it: other weights on two ranks than on one."""
+    model = nn.Sequential(kind(8, 4, max_norm=0.5))
+    with pytest.raises(ConfigError, match="max_norm"):
+        replicate(model, comm=SingleCommunicator(), strategy="fsdp")
+    replicate(nn.Sequential(kind(8, 4)), comm=SingleCommunicator(), strategy="fsdp").close()

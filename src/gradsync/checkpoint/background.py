@@ -112,5 +112,4 @@ def _fail_if_unsaid(writer: weakref.ref[BackgroundWriter]) -> None:
             alive.check()
     except BaseException as error:
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(getattr(error, "exit_code", 1))

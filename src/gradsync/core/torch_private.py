@@ -29,6 +29,9 @@ from torch.optim.optimizer import (
     _use_grad_for_differentiable,
 )
 
+NEWEST_TESTED = (2, 15)
+"""Release of torch."""
+
 # -- tensors --------------------------------------------------------------------------------------
 
 # One call for many tensors, as torch's own optimizers do it.

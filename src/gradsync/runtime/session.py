@@ -291,7 +291,9 @@ class Session:
         self.watch.start()
 
     def _set_up_compute(self, world: World) -> None:
-        from gradsync.core.torch_private import leave_compiler_unloaded
+        import torch
+
+        from gradsync.core.torch_private import NEWEST_TESTED, leave_compiler_unloaded
 
         leave_compiler_unloaded()
         options = self.options
@@ -307,6 +309,11 @@ class Session:
             self._stack.enter_context(environ.exported({cublas: ":4096:8"}))
         if options.seed is not None:
             seed_everything(options.seed)
+        if world.is_main and [int(n) for n in torch.__version__.split(".")[:2]] > [*NEWEST_TESTED]:
+            words = (
+                "torch %s is newer than %d.%d, the last release that this gradsync was tested with"
+            )
+            log.warning(words, torch.__version__, *NEWEST_TESTED)
         if world.is_main:
             log.info("%d intra-op thread(s) a rank, device %s", self.threads, device)
 
@@ -403,9 +410,8 @@ def init(
         keep_memory: keep freed memory in this process for the next step (Linux with glibc). Faster
             steps on a CPU with large temporaries; the process stays at its peak size, and the
             setting outlives the session. See docs/guide/verifying.md.
-        catch_stop: let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end the training loop after a step
-            instead of the program at once: `sync.step` returns a result whose `stop` is then true
-            on all ranks. A second Ctrl-C ends the program.
+        catch_stop: let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP make the `stop` of `sync.step`'s result
+            true, on all ranks after the same step. A second Ctrl-C ends the program.
         report_wait_s: seconds after which a wait for another rank is reported, with that rank's
             current line (docs/guide/when-it-hangs.md).
         stacks_dir: folder for each rank's stacks when a rank is late or dead; by default a private

@@ -104,6 +104,7 @@ class GradientSync:
         self._index: int | None = None
         self._scale: Any = None
         self._result: StepResult | None = None
+        self._said_nan = False
         self.stopping = False  # Whether ranks agreed to stop in the last `step`
         self.writers: dict[Path, BackgroundWriter] = {}  # Of the folders that `gs.save` writes to
         shards = reducer.shards
@@ -123,6 +124,9 @@ class GradientSync:
     def mean_loss(self) -> float:
         """Global mean loss of the last `step`. It is nan before the first step and in the user's
         training loop, whose losses are not known. Waits for the device."""
+        if self._result is None and not self._said_nan:
+            self._said_nan = True
+            log.warning("sync.mean_loss is nan before sync.step(), and after loss.backward()")
         return float("nan") if self._result is None else float(self._result.mean_loss)
 
     @property
@@ -499,6 +503,9 @@ class GradientSync:
             wait_until_workers_sleep()
         for writer in self.writers.values():
             writer.wait()
+
+    def __repr__(self) -> str:
+        return f"<GradientSync of {type(self.model).__name__}, strategy={self.reducer.strategy!r}>"
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Give a copied or saved model no handle, because it is not synchronised."""

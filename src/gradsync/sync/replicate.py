@@ -24,7 +24,7 @@ from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.build import build_reducer
 from gradsync.sync.check_replicas import broadcast_model, check_same_model, refuse_synchronised
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
-from gradsync.sync.options import Options, Recipe, check_value
+from gradsync.sync.options import FsdpOptions, Options, Recipe, check_value
 from gradsync.sync.reducer import trainable
 from gradsync.sync.registry import Strategy, check_options, find_strategy
 from gradsync.sync.watch import optimizer_watch
@@ -168,6 +168,10 @@ def _checked(
 ) -> Options:
     """The strategy's options; ConfigError if the model or `batch_norm` does not go with them."""
     options = check_options(strategy, given)
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    limited = any(isinstance(m, kinds) and m.max_norm is not None for m in model.modules())
+    if limited and isinstance(options, FsdpOptions):
+        raise ConfigError("strategy='fsdp' loses what Embedding(max_norm=...) does to weights")
     if not isinstance(options, Recipe):
         return options
     if options.overlap_publish and not hasattr(model, "read_after"):

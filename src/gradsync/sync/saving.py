@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,6 @@ from gradsync.sync.state_dict import is_extra_state
 from gradsync.sync.step import Optimizers
 
 log = logging.getLogger("gradsync")
-
-
-class Loaded(NamedTuple):
-    """What `gs.load` found."""
-
-    step: int
-    """Optimizer steps done; 0 if there is no checkpoint."""
-    extra: Any = None
-    """As given to `gs.save`; tensors are on the CPU, tuples stay tuples."""
 
 
 def save(
@@ -105,11 +96,11 @@ def load(
     model: nn.Module,
     optimizer: Optimizers | None = None,
     loader: Any = None,
-) -> Loaded:
+) -> tuple[int, Any]:
     """Restore the newest good checkpoint that `gs.save` wrote, on any number of ranks.
 
     All ranks call it after `gs.replicate`; rank 0 reads, checks every byte, and sends the others
-    what it read. If the folder has no checkpoint, nothing changes and the result's `step` is 0.
+    what it read.
 
     Args:
         folder: as for `save`, or one `step-…` in it.
@@ -117,11 +108,14 @@ def load(
         optimizer: as for `save`; None restores weights only.
         loader: as for `save`; None leaves it at its beginning.
 
+    Returns:
+        The optimizer steps done, and `extra` as given to `save`, its tensors on the CPU. (0, None)
+        if the folder has no checkpoint; then nothing changes.
+
     Raises:
         CheckpointError: on all ranks: there are checkpoints, but none is good; it is of `gradsync
             train`.
-        ConfigError: on all ranks, before anything is loaded: another model or other optimizers; a
-            file in place of the folder.
+        ConfigError: on all ranks, before anything is loaded: another model or other optimizers.
         DataError: on all ranks: the loader reads other data.
     """
     handle, place = _handle_of(model), Path(folder).absolute()
@@ -130,8 +124,6 @@ def load(
     def read() -> dict[str, Any] | None:
         for writer in handle.writers.values():
             writer.wait()
-        if place.exists() and not place.is_dir():
-            raise ConfigError(f"gs.load: {place} is a file; expected a folder of checkpoints")
         path = place
         if not (place / MANIFEST_NAME).exists():
             info, problems = CheckpointStore(place).latest()
@@ -154,7 +146,7 @@ def load(
 
     header = from_rank_0(handle.comm, read)
     if header is None:
-        return Loaded(step=0)
+        return 0, None
     tensors = broadcast_tensors(handle.comm, tensors)
     try:
         parts = {stem: _from_json(part, stem, tensors) for stem, part in header["script"].items()}
@@ -172,7 +164,7 @@ def load(
     handle.load_state_dict(state, optimizer)
     if loader is not None:
         loader.load_state_dict(position)
-    return Loaded(header["step"], extra)
+    return header["step"], extra
 
 
 def _handle_of(model: nn.Module) -> GradientSync:

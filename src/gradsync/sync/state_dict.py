@@ -35,12 +35,9 @@ def whole_state(
     for one in each:
         replica.gather(one)
     states: Any = [deepcopy(one.state_dict()) for one in each if keep]
-    remembered = replica.state_tensors()
+    tensors = {name: t.clone() for name, t in replica.state_tensors().items() if keep}
     weights, copies = replica.full_weights(), dict[object, Any]()
-    if not keep:
-        weights = remembered = {}
-    tensors = {name: tensor.clone() for name, tensor in remembered.items()}
-    for name, tensor in weights.items():
+    for name, tensor in weights.items() if keep else ():
         if isinstance(tensor, Tensor):  # else a module's extra state
             key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
             weights[name] = copies.setdefault(key, tensor.clone())  # tied ones stay tied

@@ -23,7 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,7 +128,7 @@ class StepResult:
     that step alone (`local_sgd`, `diloco`) it is this rank's own norm."""
     stop: bool
     """True if any rank asked to stop."""
-    exposed: Stopwatch
+    exposed: Stopwatch = field(repr=False)
     """Communication on this rank that nothing overlapped."""
     discarded: bool = False
     """True if a rank called `discard`; then no rank has updated."""

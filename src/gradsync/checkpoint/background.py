@@ -45,8 +45,8 @@ class BackgroundWriter:
         atexit.register(_fail_if_unsaid, weakref.ref(self))
 
     def save(self, snapshot: Snapshot, *, owned: bool = False) -> None:
-        """Copy the snapshot and start to write it, once the last one is written. `owned`: nobody
-        else refers to it, so what is on the CPU is not copied.
+        """Copy the snapshot and start to write it, once the last one is written. If it is
+        `owned`, the caller keeps no reference to its tensors, and those on the CPU are not copied.
 
         Raises:
             CheckpointError: the last one, or this one if it is written at once, could not be
@@ -106,7 +106,7 @@ class BackgroundWriter:
 
 
 def _fail_if_unsaid(writer: weakref.ref[BackgroundWriter]) -> None:
-    """End a program that is over, and seems to have succeeded, with the error of its last write."""
+    """Give a program that is over, whatever its exit code, that of a write's error not raised."""
     try:
         if (alive := writer()) is not None:
             alive.check()

@@ -204,7 +204,7 @@ def _to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _from_json(value: Any, stem: str, tensors: Mapping[str, Tensor]) -> Any:
-    """What `_to_json` was given. Tensors are copies: those that were read lie in the file."""
+    """What `_to_json` was given. Tensors are copies, because the store's are backed by the file."""
     if not isinstance(value, dict):
         return value
     ((kind, held),) = value.items()

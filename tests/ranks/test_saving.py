@@ -27,7 +27,7 @@ from gradsync.errors import CheckpointError, ConfigError, DataError, RunError
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
-from support.engine_cases import bits, pretend_hosts
+from support.engine_cases import bits, optimizers, pretend_hosts
 from support.thread_ranks import run_thread_ranks
 
 ON_PROCESSES = ("ddp", "powersgd", "fsdp")
@@ -55,13 +55,6 @@ class Net(nn.Module):
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         self.calls = state["calls"]
-
-
-def optimizers(model: Net, number: int) -> Any:
-    own = list(model.parameters())
-    if number == 1:
-        return torch.optim.AdamW(own, lr=0.1)
-    return [torch.optim.AdamW(own[:1], lr=0.1), torch.optim.SGD(own[1:], lr=0.1, momentum=0.9)]
 
 
 def run(

@@ -19,7 +19,7 @@ from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
-from support.engine_cases import bits
+from support.engine_cases import bits, optimizers
 from support.thread_ranks import run_thread_ranks
 
 X = torch.linspace(-1, 1, 6 * 4 * 3).sin().view(6, 4, 3)
@@ -40,13 +40,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).tanh())
-
-
-def optimizers(model: Net, number: int) -> Any:
-    own = list(model.parameters())
-    if number == 1:
-        return torch.optim.AdamW(own, lr=0.1)
-    return [torch.optim.AdamW(own[:1], lr=0.1), torch.optim.SGD(own[1:], lr=0.1, momentum=0.9)]
 
 
 def steps(sync: GradientSync, optimizer: Any, rank: int, world_size: int) -> None:

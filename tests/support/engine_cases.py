@@ -261,3 +261,11 @@ def bits(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: bits(entry) for name, entry in value.items()}
     return [bits(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def optimizers(model: nn.Module, number: int) -> Any:
+    """An AdamW over all weights, or (2) a list: AdamW over the first one, SGD over the rest."""
+    own = list(model.parameters())
+    if number == 1:
+        return torch.optim.AdamW(own, lr=0.1)
+    return [torch.optim.AdamW(own[:1], lr=0.1), torch.optim.SGD(own[1:], lr=0.1, momentum=0.9)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from gradsync.errors import LaunchError
 
 if TYPE_CHECKING:
     import torch
+
+    from gradsync.runtime.recovery import Recovery
 
 _MOST = 2**20
 """Most ranks of a run. The number comes from the environment, and lists have that length."""
@@ -21,7 +23,8 @@ NO_GROUP = "no process group"
 class World:
     """The place of this process among all processes of a run.
 
-    Rank 0 is the *main process*. A `World` never changes; `replace` creates another one.
+    Rank 0 is the *main process*. A `World` never changes, except when ranks are lost under
+    `gs.init(on_loss="shrink")`: then the ranks that are left are numbered anew.
 
     Raises:
         LaunchError: when the numbers cannot describe a run (for example `rank >= world_size`).
@@ -46,6 +49,8 @@ class World:
     """Name of `device`, such as "cpu" or "cuda:1". Set when the session starts."""
     seed: int = 0
     """The `seed` of `gs.init`, 0 without one; the default seed of loaders."""
+    recovery: Recovery | None = field(default=None, compare=False, repr=False)
+    """Of `gs.init(on_loss="shrink")`: what goes on after a loss."""
     asks_to_stop: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
     """Of `gs.init(catch_stop=True)`: whether a signal has asked this rank to stop."""
 
@@ -100,6 +105,11 @@ class World:
         if not dist.is_initialized():
             return cls(launcher=NO_GROUP)
         return _ask_process_group()
+
+    def become(self, other: World) -> None:
+        """Take all values of `other`, after a loss: whoever holds this world sees the new one."""
+        for each in fields(self):
+            object.__setattr__(self, each.name, getattr(other, each.name))
 
     def describe(self) -> str:
         """One line, `local_rank=2(4)` meaning local rank 2 of 4 on this host."""

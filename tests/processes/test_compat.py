@@ -19,22 +19,20 @@ from torch import nn
 
 from gradsync.compat import (
     DDPManager,
-    get_device,
-    init_distributed,
-    is_main_process,
-    setup_distributed,
-)
-from gradsync.compat.functions import (
-    backend_here,
     barrier,
     broadcast,
     cleanup_distributed,
+    get_device,
     get_local_rank,
     get_rank,
     get_world_size,
+    init_distributed,
     is_distributed,
+    is_main_process,
     per_process_batch,
+    setup_distributed,
 )
+from gradsync.compat.functions import backend_here
 from gradsync.errors import ConfigError, LaunchError, PeerError, RunError
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
@@ -278,6 +276,9 @@ def test_one_rank_needs_nothing_else() -> None:
             assert manager.all_reduce(torch.tensor([3.0]), op).tolist() == [3.0]
         manager.barrier()
     assert manager._session is None
+    with pytest.raises(AttributeError) as caught, DDPManager():
+        _ = model.module
+    assert "`model`" in caught.value.__notes__[0]
     manager.world = World(world_size=2, local_world_size=2)  # as it was before `cleanup`
     assert manager.all_reduce(torch.tensor(4.0)).item() == 4.0
     with pytest.raises(ConfigError, match=r"op='mean' does not take torch.int64"):

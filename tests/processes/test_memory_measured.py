@@ -80,15 +80,9 @@ def nothing(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_rank_takes_what_the_formulas_say(case: Case, nothing: int, tmp_path: Path) -> None:
-    def agrees() -> bool:
-        found.append(CPU_PROCESS + case.peak(tmp_path) - nothing)
-        return case.need == pytest.approx(found[-1], rel=0.1)
-
-    found: list[float] = []
-    # FSDP gathers ahead as its threads happen to run: one run in ten peaks 12 % higher, more on a
-    # busy machine. So three of five are to agree; no more are made than that takes.
+    # FSDP gathers ahead as its threads happen to run. That only adds: one run in ten peaks 12 %
+    # higher, most of them on a busy machine. So the smallest of five counts, and none may be less
+    # than the formulas say.
     tries = 5 if case.sync == "fsdp" else 1
-    agreed = 0
-    while len(found) < tries and agreed <= tries // 2:
-        agreed += agrees()
-    assert agreed > tries // 2, (found, case.need)
+    found = [CPU_PROCESS + case.peak(tmp_path) - nothing for _ in range(tries)]
+    assert case.need == pytest.approx(min(found), rel=0.1), found

@@ -47,12 +47,16 @@ class Manifest:
     places: dict[str, Any] = field(default_factory=dict)
     """For each file that holds pieces of tensors: the place of each in its whole tensor, see
     `pieces.py`. Empty, and not written, if all tensors are whole."""
+    val_loss: float | None = None
+    """Validation loss of these weights; None, and not written, if it was not measured."""
 
     def to_bytes(self) -> bytes:
         """The text of `manifest.json`."""
         body = {"format_version": FORMAT_VERSION, **asdict(self)}
         if not self.places:
             del body["places"]
+        if self.val_loss is None:
+            del body["val_loss"]
         return seal(body)
 
     @classmethod

@@ -92,6 +92,8 @@ class Snapshot:
     places: Mapping[str, Places] = field(default_factory=dict)
     """For each file of pieces to save: the place of each piece in its whole tensor. Tensors from
     `load` are whole."""
+    val_loss: float | None = None
+    """Validation loss of these weights, for `keep_best`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,21 +108,27 @@ class CheckpointStore:
     """Saves, finds and loads the checkpoints of one run. One process writes; any may read.
 
     `directory` contains the `step-…` directories, and is created at the first save; the last
-    `keep_last` good ones are kept. `fs` has the file operations of a save, replaced in tests.
+    `keep_last` good ones are kept, and the `keep_best` with the lowest validation loss. `fs` has
+    the file operations of a save, replaced in tests.
     """
 
     def __init__(
-        self, directory: Path, keep_last: int = 3, *, fs: Filesystem | None = None
+        self,
+        directory: Path,
+        keep_last: int = 3,
+        keep_best: int = 0,
+        *,
+        fs: Filesystem | None = None,
     ) -> None:
         if keep_last < 1:
             raise ConfigError(f"keep_last: got {keep_last}, expected at least 1")
         self.directory = Path(directory)
-        self.keep_last = keep_last
+        self.keep_last, self.keep_best = keep_last, keep_best
         self._fs = fs or Filesystem()
         self._verified: set[Path] = set()  # written or hashed by this object: not hashed again
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint and remove the oldest ones beyond `keep_last`.
+        """Write a checkpoint and remove older ones beyond `keep_last` and `keep_best`.
 
         Tensor names are cleaned of wrappers, tied tensors are written once. On return the
         checkpoint is on the device; its directory is returned. See [Note: replacing a step] for a
@@ -205,6 +213,7 @@ class CheckpointStore:
             aliases=aliases,
             fingerprint=dict(snapshot.fingerprint),
             places=dict(snapshot.places),
+            val_loss=snapshot.val_loss,
         )
         staged.write(MANIFEST_NAME, [manifest.to_bytes()])
         staged.seal()
@@ -222,15 +231,18 @@ class CheckpointStore:
         self._fs.rename(target, old)
 
     def _clean_up(self) -> None:
-        """Keep the last k good ones; a failure here is only logged, since the checkpoint is safe.
+        """Keep the last good ones, and the best; a failure here is only logged, since the
+        checkpoint is safe.
 
         Checkpoints that this object has written or checked are not hashed again.
         """
         try:
             remove_leftovers(self._fs, self.directory)
             good: set[str] = set()
+            best = self._best()
             for _, path in reversed(self._ordered()):
-                if len(good) >= self.keep_last or _plain(path) in good:
+                enough = len(good) >= self.keep_last and path not in best
+                if enough or _plain(path) in good:
                     self._verified.discard(path)
                     discard(self._fs, path)
                     continue
@@ -240,6 +252,15 @@ class CheckpointStore:
                     good.add(_plain(path))
         except OSError as error:
             _log.warning("old checkpoints in %s stay: %s", self.directory, error)
+
+    def _best(self) -> list[Path]:
+        """The `keep_best` checkpoints with the lowest validation loss; of equal ones the newest."""
+        found = []
+        for number, path in self._ordered() if self.keep_best else ():
+            with suppress(CheckpointError):
+                if (loss := Manifest.read(path).val_loss) is not None:
+                    found.append((loss, -number, path))
+        return [path for *_, path in sorted(found)[: self.keep_best]]
 
     def _ordered(self) -> Sequence[tuple[int, Path]]:
         """Sequence numbers and checkpoint directories, oldest first.

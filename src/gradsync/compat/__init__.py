@@ -3,10 +3,18 @@
 from gradsync.compat.course import NaiveDDPTrainer, shard_batch
 from gradsync.compat.elastic_gpu import ElasticGPUConfig, frozen_parts
 from gradsync.compat.functions import (
+    barrier,
+    broadcast,
+    cleanup_distributed,
     get_device,
+    get_local_rank,
+    get_rank,
+    get_world_size,
     init_distributed,
+    is_distributed,
     is_main_process,
     log_gpu_memory,
+    per_process_batch,
     setup_distributed,
 )
 from gradsync.compat.manager import DatasetLoader, DDPManager
@@ -16,11 +24,19 @@ __all__ = [
     "DatasetLoader",
     "ElasticGPUConfig",
     "NaiveDDPTrainer",
+    "barrier",
+    "broadcast",
+    "cleanup_distributed",
     "frozen_parts",
     "get_device",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
     "init_distributed",
+    "is_distributed",
     "is_main_process",
     "log_gpu_memory",
+    "per_process_batch",
     "setup_distributed",
     "shard_batch",
 ]

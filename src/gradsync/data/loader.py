@@ -172,8 +172,9 @@ class Loader:
         self._num_workers = num_workers
         self._seed = seed if seed_micro_batches else None
         self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
-        self._samples = self._steps = 0
+        self._samples = self._steps = self._start = 0
         self._batches: Iterator[Any] | None = None  # of the iteration in progress
+        self._dealt_again = False
 
     @property
     def epoch(self) -> float:
@@ -194,7 +195,7 @@ class Loader:
             for span, stop in self._spans(self._samples):
                 number, start = self._steps, self._samples
                 order = self._described and f"{self._described}, sample {start}"
-                self._samples, self._steps = stop, number + 1
+                self._start, self._samples, self._steps = start, stop, number + 1
                 batch = Batch(
                     span,
                     partial(self._read, batches),
@@ -203,15 +204,42 @@ class Loader:
                     seed=self._seed,
                     order=order,
                     ends_epoch=stop % length < stop - start,
+                    deal=self._deal,
                 )
                 yield batch
+                if self._dealt_again and self._batches is not None:
+                    self._dealt_again, batches = False, self._batches
                 self._check_current(batches)
                 batch.drain()
         finally:
-            if self._batches is batches and not finalizing():
+            if (self._batches is batches or self._dealt_again) and not finalizing():
                 self.close()
                 if self._seed is not None:
                     seed_draws(self._seed, "after", self._steps)
+
+    def _deal(self, world: World, repeat: bool) -> tuple[StepSpan, Callable[[], Any]]:
+        """Deal for `world` from now on; returns this rank's part of the current step and its
+        reader. Unless it is to `repeat`, the step is over."""
+        start, number, stop, before = self._start, self._steps - 1, self._samples, self._batches
+        self._rank, sizes = world.rank, self.plan
+        self.plan = solve_batch_plan(
+            global_batch_size=sizes.global_batch_size,
+            micro_batch_size=sizes.micro_batch_size,
+            world_size=world.world_size,
+        )
+        if repeat:
+            self._samples, self._steps = start, number
+        self._batches, self._dealt_again = self._open_batches(), True
+        self._samples, self._steps = stop, number + 1
+        end_workers(before)
+        span = cut_step(
+            start,
+            stop,
+            micro_batch_size=sizes.micro_batch_size,
+            rank=world.rank,
+            world_size=world.world_size,
+        )
+        return span, partial(self._read, self._batches)
 
     def close(self) -> None:
         """End the iteration in progress and its worker processes, if any."""
@@ -473,18 +501,23 @@ class EvalLoader:
         num_samples = size_of(dataset)
         self.total_samples = num_samples if max_samples is None else min(max_samples, num_samples)
         """Samples over all ranks: the sum of `num_samples` over all micro-batches."""
+        self._micro_batch_size = micro_batch_size
+        self.deal(world)
+        self.fingerprint = fingerprint_of(dataset)
+        self._reader = _Reader(dataset, collate_fn)
+        self._device, self._seed = world.device, stream_seed(world.seed, "evaluation")
+
+    def deal(self, world: World) -> None:
+        """Deal the micro-batches among the ranks of `world`; again after a loss."""
         self._span = cut_step(
             0,
             self.total_samples,
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=self._micro_batch_size,
             rank=world.rank,
             world_size=world.world_size,
         )
         self.most = math.ceil(self._span.num_micro_batches / world.world_size)
         """Largest number of micro-batches of a rank."""
-        self.fingerprint = fingerprint_of(dataset)
-        self._reader = _Reader(dataset, collate_fn)
-        self._device, self._seed = world.device, stream_seed(world.seed, "evaluation")
 
     def __len__(self) -> int:
         return len(self._span.micro_batches)

@@ -30,6 +30,7 @@ from torch import Tensor
 from gradsync.data.batch_plan import StepSpan
 from gradsync.errors import DataError
 from gradsync.runtime.seeds import seed_draws, seed_micro_batch, stream_seed
+from gradsync.world import World
 
 IGNORED_TARGET = -100
 """Targets with this value are not counted; torch's `cross_entropy` has the same default."""
@@ -124,18 +125,38 @@ class Batch:
         seed: int | None = None,
         order: str = "",
         ends_epoch: bool | None = None,
+        deal: Callable[[World, bool], tuple[StepSpan, Callable[[], Any]]] | None = None,
     ) -> None:
-        """`read` returns this rank's collated micro-batches, one after the other."""
+        """`read` returns this rank's collated micro-batches, one after the other. `deal` makes the
+        loader deal for another world, from this step on or from the next one."""
         self._span, self._read = span, read
         self._device, self._seed, self._order, self._ends_epoch = device, seed, order, ends_epoch
-        self._left = deque(span.micro_batches)
-        self._taken = False
-        if seed is not None:
-            seed_draws(seed, "before", number)
+        self._deal = deal
+        self._begin(number)
         self.number = number
         """Number of the step in the stream, from 0."""
         self.num_micro_batches = span.num_micro_batches
         """Micro-batches of the step over all ranks."""
+
+    def _begin(self, number: int) -> None:
+        self._left = deque(self._span.micro_batches)
+        self._taken = False
+        if self._seed is not None:
+            seed_draws(self._seed, "before", number)
+
+    @property
+    def can_be_dealt_again(self) -> bool:
+        """Whether other ranks could take this step over."""
+        return self._deal is not None
+
+    def deal_again(self, world: World, *, repeat: bool) -> None:
+        """Deal for `world`, which has lost ranks: this step too if it is to `repeat`."""
+        assert self._deal is not None, "checked by `sync.attempts`"
+        span, read = self._deal(world, repeat)
+        self._left.clear()
+        if repeat:
+            self._span, self._read = span, read
+            self._begin(self.number)
 
     @property
     def ends_epoch(self) -> bool:

@@ -107,5 +107,6 @@ def is_late(trouble: BaseException) -> bool:
 
 
 def symptom(trouble: BaseException) -> str:
-    """The first line of what a collective raised, without Gloo's source line."""
-    return _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
+    """The first line of what a collective raised, without Gloo's source line and advice."""
+    line = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
+    return line.partition(". This is typically caused")[0]

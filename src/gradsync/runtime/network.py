@@ -111,6 +111,15 @@ class PeerConnections:
         if pairs:
             self._pairs = made
 
+    def cut(self) -> None:
+        """End all of gloo's connections, so that operations on them fail here and on the other
+        ranks. Their owner still closes them."""
+        self._pairs = set()
+        for opened in _open_sockets():
+            with suppress(OSError), _borrowed(opened[0]) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and _is_gloos(one):
+                    one.shutdown(socket.SHUT_RDWR)
+
     def num_ended(self) -> int:
         """Number of connections to other ranks that have ended, on either side. Bounds gloo's new
         connections to known hosts: groups may be created later."""
@@ -126,9 +135,7 @@ class PeerConnections:
             with suppress(OSError), _borrowed(opened[0]) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6):
                     here, there = one.getsockname()[0], one.getpeername()[0]
-                    length = struct.calcsize("ll")
-                    timeout = one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, length)
-                    if not gloo or any(timeout):
+                    if not gloo or _is_gloos(one):
                         made.add(opened)
                         if here != there and not _is_loopback(there):
                             if learn:
@@ -161,6 +168,12 @@ def _borrowed(number: int) -> Generator[socket.socket]:
         if os.get_blocking(number) != blocking:
             os.set_blocking(number, blocking)
         yield copy
+
+
+def _is_gloos(connection: socket.socket) -> bool:
+    """Whether it is gloo's, see [Note: Silent hosts]."""
+    length = struct.calcsize("ll")
+    return any(connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, length))
 
 
 def _is_loopback(address: str) -> bool:

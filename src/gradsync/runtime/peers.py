@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -61,6 +62,7 @@ class Peers:
         # Another host may have this one's name: a process never seen here cannot end here.
         self._seen = {rank for rank, pid in self.pids.items() if process_state(pid) != "ended"}
         self._ended: dict[int, tuple[bytes, int]] = {}
+        self._beats_seen: dict[int, tuple[bytes, float]] = {}
 
     # -- what they publish ------------------------------------------------------------------------
 
@@ -136,6 +138,21 @@ class Peers:
             beat, calls = before.get(rank, (b"", 0))
             self._ended[rank] = (beats[rank], calls + 1 if beats[rank] == beat else 1)
         return sorted(rank for rank, (_, calls) in self._ended.items() if calls >= _STILL_CALLS)
+
+    def lost(self, missing: Sequence[int], silence_s: float) -> set[int]:
+        """Those of `missing` that have ended on this host, or whose heartbeat has stood still for
+        `silence_s` since the first call; not a process of this host that is merely slow."""
+        now, beats = time.monotonic(), self.beats() if missing else {}
+        found = set()
+        for rank in missing:
+            beat, since = self._beats_seen.get(rank, (b"", now))
+            if beats[rank] != beat:
+                since = now
+            self._beats_seen[rank] = (beats[rank], since)
+            state = process_state(self.pids[rank]) if rank in self._seen else ""
+            if state == "ended" or (state != RUNS and now - since > silence_s):
+                found.add(rank)
+        return found
 
     def cut_off(self) -> list[int]:
         """Ranks whose connection has ended and whose heartbeat stood still since the last call.

@@ -79,9 +79,27 @@ class Meeting:
         # A store that outlives the session (torchrun's) still holds its keys when the same
         # processes open another one. Each rank counts its own sessions, and all count alike.
         session = dist.PrefixStore(job, client).add(f"sessions/{world.rank}", 1)
-        self._prefix = f"{job}/{session}"
+        self._prefix, self._client = f"{job}/{session}", client
         self.store: Any = dist.PrefixStore(self._prefix, client)
         self.records = SignedStore(self.store, token, f"{generation}/{session}")
+
+    def ballot(self, number: int) -> SignedStore:
+        """The records by which survivors agree on the group after the `number`-th loss."""
+        import torch.distributed as dist
+
+        records = self.records.over(dist.PrefixStore(f"{self._prefix}/ballot-{number}", self._client))
+        records.scope = f"{records.scope}/{number}"
+        return records
+
+    def begin_group(self, number: int, world: World) -> None:
+        """Use keys of its own for the group after the `number`-th loss."""
+        import torch.distributed as dist
+
+        scope = f"{self.records.scope}/{number}"
+        self._prefix, self._world = f"{self._prefix}/{number}", world
+        self.store = dist.PrefixStore(self._prefix, self._client)
+        self.records = self.records.over(self.store)
+        self.records.scope = scope
 
     def second_connection(self) -> SignedStore:
         """The records over a thread's own connection: one must not block the other."""
@@ -116,7 +134,7 @@ class Meeting:
     def close(self) -> None:
         """Drop the connections and, on the serving rank, the server."""
         self.everyone_is_here()
-        self.store = self._server = None
+        self.store = self._server = self._client = None
 
 
 def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -> Meeting:

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -41,6 +41,7 @@ from gradsync.runtime.gloo_group import finish_sending, wait_until_workers_sleep
 from gradsync.runtime.machine import choose_threads, keep_freed_memory, pin_threads
 from gradsync.runtime.network import PeerConnections, interface_towards
 from gradsync.runtime.peers import Peers
+from gradsync.runtime.recovery import Recovery
 from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
@@ -51,7 +52,7 @@ from gradsync.runtime.signals import (
     say_interrupted,
 )
 from gradsync.runtime.stacks import StackFiles
-from gradsync.runtime.store import Presence, check_in
+from gradsync.runtime.store import Presence, SignedStore, check_in
 from gradsync.runtime.watch import REPORT_S, FailureWatch
 from gradsync.world import World, place
 
@@ -78,6 +79,7 @@ class SessionOptions:
     seed: int | None = None
     keep_memory: bool = False
     catch_stop: bool = False
+    on_loss: str = "end"
     report_wait_s: float = REPORT_S
     stacks_dir: str = ""
 
@@ -85,6 +87,8 @@ class SessionOptions:
         check_times(self)
         if self.silence_s < 1:
             raise ConfigError(f"silence_s must be at least 1; got {self.silence_s}")
+        if self.on_loss not in ("end", "shrink"):
+            raise ConfigError(f"on_loss must be 'end' or 'shrink'; got {self.on_loss!r}")
 
 
 def name_warnings(stack: ExitStack) -> None:
@@ -116,6 +120,9 @@ class Session:
         self._stack = ExitStack()
         self._meeting: Meeting | None = None
         self._group: Any = None
+        self._presences: list[Presence] = []
+        self._connections: Any = None
+        self._interface = ""
         self.watch: FailureWatch | None = None
         """Set while the session is open, if there are other ranks."""
         self._put_hook_back: Callable[[], None] = lambda: None
@@ -176,6 +183,8 @@ class Session:
                 stop = self._stack.enter_context(StopRequest(announce=self.world.is_main))
                 asks = partial(getattr, stop, "requested")
                 self._world = replace(self.world, asks_to_stop=asks)
+            if self.options.on_loss == "shrink":
+                self._world = replace(self.world, recovery=Recovery(self))
         except BaseException as error:
             say_interrupted(error)
             self._stack.close()
@@ -191,6 +200,8 @@ class Session:
         """
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self.watch = self.watch, None
+        if isinstance(error, AttributeError) and error.name == "module":
+            error.add_note("gs.replicate wraps nothing: write `model`, not `model.module`")
         if error is not None and watch is not None:
             watch.sampler.held = True
         cause = None
@@ -228,17 +239,15 @@ class Session:
     def _join(self, resolution: Resolution) -> None:
         import torch.distributed as dist
 
-        from gradsync.core.torch_private import num_issued
-
         if dist.is_initialized():
             raise RunError("a process group exists already; gradsync.init() makes its own")
         options, world = self.options, self.world
         deadline_s = time.monotonic() + options.rendezvous_timeout_s
-        connections = PeerConnections(options.silence_s)
+        self._connections = PeerConnections(options.silence_s)
         meeting = meet(self._env, resolution, deadline_s=deadline_s)
         self._meeting = meeting
         self._stack.callback(meeting.close)
-        connections.learn()
+        self._connections.learn()
         # A rank announces its device to the others, unless it first needs their hosts to know its
         # local rank.
         if not resolution.reading.needs_hosts:
@@ -262,24 +271,33 @@ class Session:
         interface = self._env.get("GLOO_SOCKET_IFNAME", "")
         if not interface and self.world.one_host:
             interface = "lo" if sys.platform == "linux" else "lo0"
-        interface = interface or interface_towards(meeting.address)
+        self._interface = interface or interface_towards(meeting.address)
         if "gloo" in self._backend:
             check_reach(
-                meeting.records, self.world, hosts, interface=interface, deadline_s=deadline_s
+                meeting.records, self.world, hosts, interface=self._interface, deadline_s=deadline_s
             )
-        self._make_group(meeting, interface)
-        connections.learn(pairs=True)
-        store = meeting.second_connection()
-        connections.learn()
+        self._presences = presences
         self.stacks.private_name = meeting.records.name("stacks")
+        self._stack.callback(self._destroy_group)
+        self._stack.callback(wait_until_workers_sleep)
+        os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
+        self._begin_group(meeting)
+
+    def _begin_group(self, meeting: Meeting) -> None:
+        """Make the process group of the ranks that are present, and watch them."""
+        from gradsync.core.torch_private import num_issued
+
+        world, options = self.world, self.options
+        store = meeting.second_connection()
+        self._connections.learn()
         peers = Peers(
             store,
             rank=world.rank,
             world_size=world.world_size,
             hosted_by_agent=meeting.hosted_by_agent,
-            processes={other: it for other, it in enumerate(presences) if other != world.rank},
-            hosts=[] if self.world.one_host else hosts,
-            connections=connections,
+            processes={o: it for o, it in enumerate(self._presences) if o != world.rank},
+            hosts=[] if world.one_host else [each.host for each in self._presences],
+            connections=self._connections,
         )
         self.watch = FailureWatch(
             store,
@@ -287,8 +305,44 @@ class Session:
             report_s=options.report_wait_s,
             num_issued=lambda: num_issued(self._group),
             stacks=self.stacks,
+            on_loss=self._connections.cut if options.on_loss == "shrink" else None,
         )
+        self._make_group(meeting, self._interface)
+        self._connections.learn(pairs=True)
         self.watch.start()
+
+    # -- after a loss, see recovery.py
+
+    def suspend(self, number: int) -> tuple[FailureWatch, SignedStore]:
+        """Stop watching, and end all connections, so that the other ranks notice; returns the watch
+        and the records of the `number`-th ballot."""
+        assert self.watch is not None and self._meeting is not None, "there are other ranks"
+        self.watch.stop()
+        self._connections.cut()
+        return self.watch, self._meeting.ballot(number)
+
+    def regroup(self, number: int, members: Sequence[int]) -> None:
+        """Go on in a group of `members`, ranks of the last one, numbered anew.
+
+        Raises:
+            RuntimeError: one of them is lost, too.
+        """
+        meeting, world = self._meeting, self.world
+        assert meeting is not None, "there were other ranks"
+        wait_until_workers_sleep()  # [Note: Destroying a gloo group]
+        self._destroy_group()
+        self._presences = [self._presences[rank] for rank in members]
+        alone = replace(world, rank=0, world_size=1, local_rank=0, local_world_size=1)
+        alone = replace(alone, node_rank=0, num_nodes=1)
+        place_of = members.index(world.rank)
+        among = replace(alone, world_size=len(members), rank=place_of)
+        hosts = [each.host for each in self._presences]
+        world.become(place(among, hosts, trust_local=False))
+        meeting.begin_group(number, world)
+        if world.is_distributed:
+            self._begin_group(meeting)
+        else:
+            self.watch = None
 
     def _set_up_compute(self, world: World) -> None:
         import torch
@@ -349,9 +403,6 @@ class Session:
 
             longest = timedelta(seconds=options.timeout_s + _NCCL_LATER_S)
             set_timeout(self._group, world.device, longest)
-        self._stack.callback(self._destroy_group)
-        self._stack.callback(wait_until_workers_sleep)
-        os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
         if "gloo" in self._backend:
             # All ranks, float32 [1], CPU: a rank that leaves at once fails those still connecting.
             dist.all_reduce(torch.zeros(1))
@@ -360,7 +411,7 @@ class Session:
         """Destroy our group, unless the program has; it may have made another one."""
         import torch.distributed as dist
 
-        if dist.group.WORLD is self._group:
+        if self._group is not None and dist.group.WORLD is self._group:
             dist.destroy_process_group()
         self._group = None
 
@@ -389,6 +440,7 @@ def init(
     seed: int | None = None,
     keep_memory: bool = False,
     catch_stop: bool = False,
+    on_loss: str = "end",
     report_wait_s: float = REPORT_S,
     stacks_dir: str | os.PathLike[str] = "",
 ) -> Session:
@@ -412,6 +464,9 @@ def init(
             setting outlives the session. See docs/guide/verifying.md.
         catch_stop: let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP make the `stop` of `sync.step`'s result
             true, on all ranks after the same step. A second Ctrl-C ends the program.
+        on_loss: "shrink" goes on without a rank that dies or is cut off, with the same bits under
+            `invariant`; write the step in `for attempt in sync.attempts(batch):`. The launcher must
+            leave the others alive: `gradsync launch --on-loss shrink`. "end" ends the run.
         report_wait_s: seconds after which a wait for another rank is reported, with that rank's
             current line (docs/guide/when-it-hangs.md).
         stacks_dir: folder for each rank's stacks when a rank is late or dead; by default a private
@@ -436,6 +491,7 @@ def init(
             seed=seed,
             keep_memory=keep_memory,
             catch_stop=catch_stop,
+            on_loss=on_loss,
             report_wait_s=report_wait_s,
             stacks_dir=os.fspath(stacks_dir),
         )

@@ -77,6 +77,8 @@ class FailureWatch:
         peers: the other ranks.
         grace_s: time for the main thread to notice a failure itself; five times that in a save.
         stacks: writes the stacks of this rank; None writes nothing.
+        on_loss: called when another rank is dead, so that the main thread notices and goes on
+            without it; None ends the run.
         report_s, num_issued: see `WaitReport` and `Sampler`.
     """
 
@@ -89,13 +91,14 @@ class FailureWatch:
         report_s: float = REPORT_S,
         num_issued: Callable[[], int] = lambda: 0,
         stacks: StackFiles | None = None,
+        on_loss: Callable[[], None] | None = None,
     ) -> None:
         from torch.distributed import DistError
 
         # The client raises it once its server is gone. A wider class would include our own bugs.
         self._store_gone = DistError
         self._store, self.peers, self._rank = store, peers, peers.rank
-        self._stacks = stacks
+        self._stacks, self._on_loss = stacks, on_loss
         self.sampler = Sampler(threading.get_ident(), num_issued)
         self._doing = Activity(beat=0)
         self._waits = WaitReport(peers, report_s=report_s)
@@ -117,7 +120,8 @@ class FailureWatch:
     def stop(self) -> None:
         """End the watch and its thread."""
         self._stop.set()
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
         atexit.unregister(self.stop)
 
     def settle(self, error: BaseException) -> RunError | None:
@@ -283,6 +287,9 @@ class FailureWatch:
             if not self.peers.hosted_by_agent:
                 self._server_left = self.peers.noticed(0) == LEFT
             if lost := self.peers.dead() or (beat % _BEATS_A_LOOK == 0 and self.peers.cut_off()):
+                if self._on_loss is not None:
+                    self._on_loss()
+                    return ""
                 said = self.peers.obituary(lost)
                 self._store.claim("failure", record_of(Failure(-1, "", said, "", stuck=True)))
                 self._read()  # tells the others that this rank knows; its heartbeat has stopped

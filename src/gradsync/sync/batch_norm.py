@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 
 from gradsync.comm.base import Communicator
@@ -221,10 +220,14 @@ class _SyncedNorm(torch.autograd.Function):
         return normal.to(x.dtype), mean, var, count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore
         """Gradient of x, and this rank's share of the gradients of weight and bias, from
         grad_outputs[0], shaped as y; the others belong to non-differentiable outputs."""
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                f"batch_norm='sync' on rank {ctx.comm.rank}: its gradient cannot be differentiated "
+                "again (create_graph=True, a gradient penalty); use 'local' or 'freeze'"
+            )
         x, weight, mean, inv_std, count = ctx.saved_tensors
         wide, grad = _wide(x), _wide(grad_outputs[0])
         normal = (wide - _like(mean, wide)) * _like(inv_std, wide)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +27,7 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.core.torch_private import version
 from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
+from gradsync.sync.attempt import Attempt
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_loss import check_loss, counts_for_nothing
@@ -46,11 +47,12 @@ from gradsync.sync.step import (
 from gradsync.sync.step_metadata import LossSum
 from gradsync.sync.user_loop import UserLoop
 from gradsync.sync.watch import ReplicaWatch, StragglerWatch, optimizer_watch
+from gradsync.world import World
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from gradsync.data.micro_batch import MicroBatch
+    from gradsync.data.micro_batch import Batch, MicroBatch
 
 log = logging.getLogger("gradsync")
 
@@ -67,6 +69,8 @@ _SCALES = (
     "give one GradScaler as scale= to each sync.backward() of a step and to its sync.step(): it "
     "was given to only some of them, and gradients would be too large or too small"
 )
+Built = tuple[Communicator, Reducer, BatchNormHandling]
+"""What synchronises a model over certain ranks."""
 HANDLE = "_gradsync"
 """Attribute of a model that refers to its handle; hooks do not keep the handle alive."""
 
@@ -83,7 +87,8 @@ class GradientSync:
         reducer: the strategy.
         batch_norm: from `choose_batch_norm`; None for models without BatchNorm.
         number: number of the model in this process, the same on all ranks.
-        asks_to_stop: whether a signal has asked this rank to stop.
+        world: says when to stop, and what to do after a loss; None never does.
+        build: makes communicator, reducer and handling of BatchNorm for the ranks that are left.
     """
 
     def __init__(
@@ -94,27 +99,33 @@ class GradientSync:
         batch_norm: BatchNormHandling | None = None,
         *,
         number: int = 0,
-        asks_to_stop: Callable[[], bool] | None = None,
+        world: World | None = None,
+        build: Callable[[], Built] | None = None,
     ) -> None:
         self.model = model
-        self._asks_to_stop = asks_to_stop
-        self._loss = LossSum(reducer.parameters[0].device)
+        self._number, self.world, self._build = number, world or World(), build
         self._losses_to_check = 8  # the form of a program's loss does not change
-        self._last = self._failed = self._in_micro_step = False
-        self._index: int | None = None
-        self._scale: Any = None
         self._result: StepResult | None = None
         self._said_nan = False
         self.stopping = False  # Whether ranks agreed to stop in the last `step`
         self.writers: dict[Path, BackgroundWriter] = {}  # Of the folders that `gs.save` writes to
-        shards = reducer.shards
-        handling = batch_norm or choose_batch_norm(model, comm, None)
+        self._bind(comm, reducer, batch_norm or choose_batch_norm(model, comm, None))
+
+    def _bind(self, comm: Communicator, reducer: Reducer, handling: BatchNormHandling) -> None:
+        """Synchronise over `comm`; also after a loss."""
+        model, shards = self.model, reducer.shards
+        self._loss = LossSum(reducer.parameters[0].device)
+        self._last = self._failed = self._in_micro_step = False
+        self._index: int | None = None
+        self._scale: Any = None
         self._buffers = BufferSync(model, comm, handling, equal_replicas=shards.equal_replicas)
         self.comm, self.reducer, self.replica = comm, reducer, shards
         self._equal = shards.whole_parameters and shards.equal_replicas
         watch = ReplicaWatch(model, comm, equal=self._equal)
         stragglers = StragglerWatch(comm)
-        self._parts = StepParts(reducer, comm, self._buffers, number, stragglers, watch)
+        recovery = self.world.recovery
+        parts = (reducer, comm, self._buffers, self._number, stragglers, watch, recovery)
+        self._parts = StepParts(*parts)
         self._user_loop = UserLoop(model, self._parts, watch)
         self._sums: tuple[list[Any], list[int]] = [None] * len(reducer.parameters), []
         """Gradients and versions after the last micro-batch. Before the first there are none, and
@@ -279,14 +290,50 @@ class GradientSync:
             settings=settings_of_step(self._parts, optimizers, clip_norm),
             enclosed=self._user_loop.enclosed,
             clip_norm=clip_norm,
-            stop=stop or (self._asks_to_stop is not None and self._asks_to_stop()),
+            stop=stop or self.world.should_stop,
             scale=scale,
         )
         result = self._end_step(call)
         self.stopping = result.stop
+        if (recovery := self.world.recovery) is not None and recovery.regrouped:
+            self.regroup()
         for each in optimizers:
             each.zero_grad(set_to_none=True)
         return result
+
+    def attempts(self, batch: Batch) -> Iterator[Attempt]:
+        """Take one step, again if a rank is lost in it: under `gs.init(on_loss="shrink")` the ranks
+        that are left share the batch anew. Usually one pass:
+
+            for batch in loader:
+                for attempt in sync.attempts(batch):
+                    with attempt:
+                        for micro_batch in batch:
+                            ...                        # forward, sync.backward
+                        sync.step(optimizer)
+                        scheduler.step()               # once for each step that is taken
+                ...                                    # evaluation, gs.save
+
+        Raises:
+            ConfigError: under "shrink", a batch that `gs.loader` did not make.
+        """
+        if self.world.recovery is not None and not batch.can_be_dealt_again:
+            raise ConfigError("on_loss='shrink' deals batches of gs.loader again, and no others")
+        failed = True
+        while failed:
+            attempt = Attempt(self.world, batch, self.regroup)
+            yield attempt
+            failed = attempt.failed
+
+    def regroup(self) -> None:
+        """Continue over the ranks that are left; gradients of an abandoned step are dropped."""
+        assert self._build is not None, "given with a world that recovers"
+        self._user_loop.close()
+        self.reducer.close()
+        self._buffers.close()
+        for parameter in self.reducer.parameters:
+            parameter.grad = None
+        self._bind(*self._build())
 
     def finish(self) -> None:
         """Set every `.grad` to the mean over ranks, as torch's DDP does; for user training loops.

@@ -23,7 +23,7 @@ from gradsync.runtime.resolve import resolve
 from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.build import build_reducer
 from gradsync.sync.check_replicas import broadcast_model, check_same_model, refuse_synchronised
-from gradsync.sync.gradient_sync import HANDLE, GradientSync
+from gradsync.sync.gradient_sync import HANDLE, Built, GradientSync
 from gradsync.sync.options import FsdpOptions, Options, Recipe, check_value
 from gradsync.sync.reducer import trainable
 from gradsync.sync.registry import Strategy, check_options, find_strategy
@@ -102,23 +102,52 @@ def replicate(
     settings = {"strategy": strategy, "batch_norm": batch_norm}
     given = {name: repr(value) for name, value in asdict(checked).items()}
     check_same_model(model, comm, settings | given)
+    if world is not None and world.recovery is not None:
+        checked = _recoverable(found, checked, batch_norm)
+
+    def build(comm: Communicator, hosts: RankPlacement | None) -> Built:
+        recipe = checked
+        handling = choose_batch_norm(model, comm, batch_norm)
+        if isinstance(recipe, Recipe):
+            device = trainable(model)[0][1].device
+            comm, hosts, recipe = _places(comm, hosts, recipe, world, device)
+        return comm, build_reducer(found, model, comm, hosts, recipe), handling
+
     comm = with_cpu_group(comm)
-    handling = choose_batch_norm(model, comm, batch_norm)
     broadcast_model(model, comm)
-    if isinstance(checked, Recipe):
-        comm, hosts, checked = _places(comm, hosts, checked, world, trainable(model)[0][1].device)
     # Whole group, int64 [1], blocking: gives the model one number on all ranks, rank 0's.
     number = torch.tensor([next(optimizer_watch().numbers)])
     comm.broadcast(number).wait()
-    reducer = build_reducer(found, model, comm, hosts, checked)
-    asks = None if world is None else world.asks_to_stop
-    handle = GradientSync(model, comm, reducer, handling, number=int(number), asks_to_stop=asks)
+    handle = GradientSync(
+        model,
+        *build(comm, hosts),
+        number=int(number),
+        world=world,
+        build=lambda: build(with_cpu_group(communicator(world)), None),
+    )
     # Hooks do not keep their handle alive; the model does. See GradientSync.__reduce__.
     for part in model.modules():
         own = part.parameters(recurse=False)
         if part is model or any(parameter.requires_grad for parameter in own):
             part.__dict__[HANDLE] = handle
     return handle
+
+
+def _recoverable(strategy: Strategy, options: Options, batch_norm: str | None) -> Options:
+    """The options under which a loss leaves every rank with whole weights and whole sums."""
+    if strategy.name not in ("naive", "flat", "overlap", "bucketed", "invariant"):
+        raise ConfigError(
+            f"strategy={strategy.name!r} cannot go on after a loss, since ranks hold parts or "
+            "differ: take 'invariant', 'bucketed' or 'naive', or on_loss='end' and a restart from "
+            "a checkpoint"
+        )
+    if batch_norm == "sync":
+        raise ConfigError("on_loss='shrink' does not work with batch_norm='sync'; use 'freeze'")
+    if not isinstance(options, Recipe):
+        return options
+    if options.collective == "shared_memory":
+        raise ConfigError("on_loss='shrink' needs collective='backend': weights of each rank's own")
+    return replace(options, collective="backend")
 
 
 def _translate(options: dict[str, Any], strategy: Strategy) -> None:

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from gradsync.runtime.recovery import Recovery
+
 log = logging.getLogger("gradsync")
 
 NOT_UPDATED = (
@@ -86,6 +88,8 @@ class StepParts:
     """None if ranks do different things in a step, as a pipeline's stages do."""
     watch: ReplicaWatch | None = None
     """None if ranks hold parts of a model: then neither weights nor optimizers are compared."""
+    recovery: Recovery | None = None
+    """Of a run that goes on after a loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +182,9 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
     try:
         _refuse_unlike(parts, agreed, call)
         mean_loss = _mean_loss(parts, call, agreed, total_weight)
+        if parts.recovery is not None:  # after this line there are no more messages
+            _refuse_moving_buffers(agreed)
+            parts.recovery.commit(parts.comm)
         if call.update is not None and not skip:
             norm = _clip_and_update(reducer, call.update, call)
         failed = False
@@ -269,6 +276,15 @@ def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> No
     if parts.watch is not None:
         optimizers = () if call.update is None else call.update.optimizers
         parts.watch.refuse_unlike(optimizers, changed=agreed.changed)
+
+
+def _refuse_moving_buffers(agreed: StepMetadata) -> None:
+    """Raise on all ranks if a forward changed a buffer: ranks combine these after the update."""
+    if any(agreed.counts):
+        raise ConfigError(
+            "on_loss='shrink' cannot keep buffers that a forward changes (BatchNorm's statistics): "
+            "batch_norm='freeze', or on_loss='end' and a restart from a checkpoint"
+        )
 
 
 def _weight_over_ranks(parts: StepParts, call: StepCall, agreed: StepMetadata) -> float:

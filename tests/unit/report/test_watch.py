@@ -257,6 +257,19 @@ def test_the_end_of_a_run_that_starts_again_does_not_count(run: Path) -> None:
     assert len([line for line in said if "ended" in line]) == 1
 
 
+def test_a_run_that_is_about_to_be_resumed_is_followed(run: Path) -> None:
+    end(run, 75, reason="stopped by SIGTERM")
+    stream = io.StringIO()
+    happenings = ((run / "exit.json").unlink, lambda: add(run, record(3)), lambda: end(run))
+    assert watched(run, lambda: None, *happenings, stream=stream) == 0
+    said = [line.partition("  ")[0] for line in stream.getvalue().splitlines()]
+    assert said[-3:] == [
+        "the run has ended: stopped by SIGTERM",
+        "step 3/100",
+        "the run has ended: done",
+    ]
+
+
 def test_ctrl_c_leaves_the_run_alone(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,7 +146,8 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
     if not config.out:
         flags = [*flags, "--out", default_out(config)]
     argv = ["train", *flags, *(["--json"] if as_json else [])]
-    return launch_ranks(argv, config.nproc_per_node, log_dir=None).code
+    shrinks = config.on_loss
+    return launch_ranks(argv, config.nproc_per_node, log_dir=None, on_loss=shrinks).code
 
 
 def _join_run(
@@ -170,6 +171,7 @@ def _join_run(
             silence_s=config.silence_s,
             threads=_threads(config),
             keep_memory=config.keep_memory and _on_cpu(config),
+            on_loss=config.on_loss,
         )
     )
     try:
@@ -188,13 +190,13 @@ def _join_run(
                 stream=sys.stderr if as_json else sys.stdout,
                 notes=notes,
                 fault=fault,
-                watch=session.watch,
+                watch=lambda: session.watch,
             )
             if world.is_main:
                 note_end(config, outcome)
             # Launchers end all ranks when the first one exits with a code (75), so the note is
             # written before any rank exits. Whole group, one small message.
-            broadcast_json(comm, None)
+            broadcast_json(communicator(world), None)
     except Exception as error:
         # The session has asked the others, so it is known whose failure it was.
         if session.world.is_main:

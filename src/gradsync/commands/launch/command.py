@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from gradsync.commands.arguments import parse
 from gradsync.core.files import counted, perhaps
@@ -47,6 +48,8 @@ class LaunchOptions:
     """Port on node 0."""
     max_restarts: int = 0
     """Start all ranks again after a failure, at most this often; on one node."""
+    on_loss: Literal["end", "shrink"] = "end"
+    """shrink: when a signal ends a rank, leave the others to gs.init(on_loss="shrink")."""
     log_dir: str = ""
     """Keep the standard output of ranks above 0 in this folder; otherwise it is dropped."""
     dry_run: bool = False
@@ -168,6 +171,7 @@ def run(argv: list[str]) -> int:
         options.nproc_per_node,
         log_dir=Path(options.log_dir) if options.log_dir else None,
         max_restarts=options.max_restarts,
+        on_loss=options.on_loss,
         module="gradsync" if program.command else PROGRAM,
         nodes=here if several else None,
     ).code

@@ -125,6 +125,7 @@ def launch_ranks(
     *,
     log_dir: Path | None,
     max_restarts: int = 0,
+    on_loss: str = "end",
     module: str = "gradsync",
     nodes: Nodes | None = None,
 ) -> LaunchOutcome:
@@ -138,6 +139,7 @@ def launch_ranks(
     Args:
         log_dir: folder for the standard output of ranks above 0; None drops it.
         max_restarts: how often to start all ranks again after a failure.
+        on_loss: "shrink" leaves the others alone when a signal ends a rank, see `gs.init`.
         module: the module that a rank runs, or `worker.PROGRAM`: `argv` is a whole command line.
         nodes: this host is one of several.
 
@@ -161,7 +163,8 @@ def launch_ranks(
         max_restarts=max_restarts,
         monitor_interval=0.1,
     )
-    agent = LocalAgent(spec, RankLogs(log_dir), meeting)
+    shrinks = on_loss == "shrink"
+    agent = LocalAgent(spec, RankLogs(log_dir, all_speak=shrinks), meeting, shrinks=shrinks)
     meeting.stopped = lambda: bool(agent.received)
     # No names: the agent must not install its handlers. torch's profiler writes two lines to
     # standard error at the start and end of a trace.
@@ -238,12 +241,13 @@ def after_signal(codes: Sequence[int | None], received: signal.Signals) -> int:
 class RankLogs(LogsSpecs):
     """Destination of each rank's output: rank 0 keeps the terminal, the others only its stderr.
 
-    Only rank 0 may write to standard output, since a program may parse it.
+    Only rank 0 may write to standard output, since a program may parse it. With `all_speak` every
+    rank may: each could become rank 0.
     """
 
-    def __init__(self, log_dir: Path | None) -> None:
+    def __init__(self, log_dir: Path | None, *, all_speak: bool = False) -> None:
         super().__init__()
-        self.log_dir = log_dir
+        self.log_dir, self._all_speak = log_dir, all_speak
 
     @property
     def root_log_dir(self) -> str:
@@ -263,7 +267,7 @@ class RankLogs(LogsSpecs):
         )
 
     def _stdout(self, rank: int, env: dict[str, str]) -> str:
-        if rank == 0:
+        if rank == 0 or self._all_speak:
             return ""
         if self.log_dir is None:
             return os.devnull
@@ -276,9 +280,17 @@ class RankLogs(LogsSpecs):
 class LocalAgent(LocalElasticAgent):
     """Starts, watches and stops the ranks of one host; see [Note: how the agent stops]."""
 
-    def __init__(self, spec: WorkerSpec, logs: RankLogs, meeting: AgentRendezvous) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: RankLogs,
+        meeting: AgentRendezvous,
+        *,
+        shrinks: bool = False,
+    ) -> None:
         super().__init__(spec, logs)
-        self._meeting = meeting
+        self._meeting, self._shrinks = meeting, shrinks
+        self._lost: set[int] = set()  # local ranks that the others have gone on without
         self.received: list[signal.Signals] = []
         self.failures: list[int] = []  # codes of ranks that ended by themselves, in order
         self.killed: dict[int, int] = {}
@@ -286,8 +298,10 @@ class LocalAgent(LocalElasticAgent):
         self._passes_on = False
 
     def exit_codes(self) -> list[int | None]:
-        """Exit code of each local rank, negative for a signal; None while it runs."""
-        return [handler.proc.poll() for handler in rank_processes(self)]
+        """Exit code of each local rank, negative for a signal; None while it runs. A rank that the
+        others have gone on without counts as they do."""
+        codes = [handler.proc.poll() for handler in rank_processes(self)]
+        return [0 if number in self._lost else code for number, code in enumerate(codes)]
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Signal handler; see [Note: how the agent stops]."""
@@ -309,12 +323,18 @@ class LocalAgent(LocalElasticAgent):
         self._meeting.say_ended(wait=True)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.failures, self.killed = [], {}
+        self.failures, self.killed, self._lost = [], {}, set()
         self._close_streams()
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self.exit_codes()
+        if self._shrinks and None in codes and not self.received:
+            for number, code in enumerate(codes):
+                if code is not None and code < 0:
+                    self._lost.add(number)
+                    self._say(worker_group.workers[number].global_rank, -code)
+            codes = self.exit_codes()
         failures = [code for code in codes if code]
         if self.received or STOPPED in failures:
             return self._stop()
@@ -325,9 +345,7 @@ class LocalAgent(LocalElasticAgent):
                 if code is not None and code < 0
             }
             for rank, number in self.killed.items():
-                with suppress(OSError, ValueError):  # a closed terminal must not end the run
-                    line = f"gradsync: error: {obituary(rank, number)}"
-                    print(line, file=sys.stderr, flush=True)
+                self._say(rank, number)
             self._let_others_speak()
             self.failures = failures + [code for code in self.exit_codes() if code]
             self._end_others()
@@ -335,7 +353,17 @@ class LocalAgent(LocalElasticAgent):
                 forbid_restarts(self)
         elif None in codes:
             return RunResult(state=WorkerState.HEALTHY)
+        elif self._lost:  # torch would report the lost ranks
+            return self._succeeded()
         return super()._monitor_workers(worker_group)
+
+    def _say(self, rank: int, number: int) -> None:
+        with suppress(OSError, ValueError):  # a closed terminal must not end the run
+            print(f"gradsync: error: {obituary(rank, number)}", file=sys.stderr, flush=True)
+
+    def _succeeded(self) -> RunResult:
+        values = dict.fromkeys(range(len(rank_processes(self))))
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
 
     def _let_others_speak(self) -> None:
         """Let the other ranks notice and name the failed rank, where torch would end them. A
@@ -371,9 +399,7 @@ class LocalAgent(LocalElasticAgent):
         codes = self.exit_codes()
         if any(codes):
             return RunResult(state=WorkerState.FAILED)
-        return RunResult(
-            state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(len(codes)))
-        )
+        return self._succeeded()
 
     def _send(self, number: signal.Signals) -> None:
         for handler in rank_processes(self):

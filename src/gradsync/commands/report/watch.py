@@ -5,6 +5,7 @@ Nothing is sent to the run: rank 0 writes what each rank is doing to `ranks.json
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -32,6 +33,8 @@ _OLD_WARNINGS = 5
 """The most warnings from before the first look to show."""
 _LOOK_S = 1.0
 _START_LOOKS = 60
+_RESUME_LOOKS = 5
+"""Looks at a run that has ended already: one that resumes it takes seconds to begin."""
 
 
 class _Tail:
@@ -90,10 +93,11 @@ class Follower:
     def news(self) -> list[str]:
         """Changes since the last look, a line each; the first look reports only the newest."""
         # First: a run writes its end after everything else.
+        before = self.ended
         self.ended = {} if self._holds() else read_object(self._path / "exit.json")
         found = [*self._restarts(), *self._records(), *self._new_checkpoint(), *self._warnings()]
         self._looked = True
-        if self.ended:
+        if self.ended and not before:
             found.append(f"the run has ended: {read_run(self._path).outcome}")
         return found
 
@@ -176,7 +180,8 @@ class Follower:
 
 
 def follow(follower: Follower, stream: TextIO, pause: Callable[[], None]) -> int:
-    """Report on the run until it ends; returns its exit code.
+    """Report on the run until it ends; returns its exit code. A run that has ended before the first
+    look may be about to be resumed, so a few more looks follow.
 
     Args:
         follower: of the run.
@@ -188,14 +193,16 @@ def follow(follower: Follower, stream: TextIO, pause: Callable[[], None]) -> int
         live = None
         if console.is_terminal and not console.is_dumb_terminal:
             live = stack.enter_context(Live(console=console, auto_refresh=False))
-        while True:
+        began = False
+        for look in itertools.count():
             for line in follower.news():
                 console.print(line)
+            began = began or not follower.ended
             if live is not None:
                 live.update(follower.panel(), refresh=True)
             else:
                 stream.flush()
-            if follower.ended:
+            if follower.ended and (began or look == _RESUME_LOOKS):
                 code = follower.ended.get("exit_code")
                 return code if isinstance(code, int) else 1
             pause()

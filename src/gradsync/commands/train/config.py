@@ -116,12 +116,16 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; one more follows the last step. 0: only that one. Under
     local_sgd and diloco a checkpoint ends the round, so this is part of the run's definition."""
     keep_last: int = 2  # Good checkpoints to keep, at least 1.
+    keep_best: int = 0
+    """Also keep this many with the lowest validation loss, of those saved right after an
+    evaluation."""
     async_save: bool = True
     """Write while training goes on; a step waits for a copy of the tensors only. If ranks divide
     state or weights, training waits for the write."""
 
     def __post_init__(self) -> None:
         require_at_least(0, **{"checkpoint.every": self.every})
+        require_at_least(0, **{"checkpoint.keep_best": self.keep_best})
         require_at_least(1, **{"checkpoint.keep_last": self.keep_last})
 
 
@@ -272,6 +276,9 @@ class TrainConfig:
     on_drift: Literal["stop", "heal"] = "stop"
     """After a failed comparison of weights: stop; or heal: copy the majority's and go on. Without a
     majority the run stops."""
+    on_loss: Literal["end", "shrink"] = "end"
+    """When a rank dies or is cut off: end; or shrink: the others form a new group, share its
+    micro-batches, and go on with the same step (sync=invariant: the same bits)."""
     timeout_s: float = 1800.0  # Longest duration of a collective, seconds.
     rendezvous_timeout_s: Fixed[float] = 60.0
     """Longest wait for the other ranks at the start, seconds."""
@@ -308,6 +315,10 @@ class TrainConfig:
         _require(
             self.on_drift == "stop" or bool(self.check_replicas_every),
             "on_drift=heal heals what a check finds: set check_replicas_every too",
+        )
+        _require(
+            self.on_loss == "end" or not self.parallel,
+            "on_loss=shrink needs a whole model on each rank; drop parallel",
         )
         _require(
             self.sync != AUTO or not self.sync_options.given(),

@@ -317,7 +317,8 @@ def build_learner(
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
     recompute = config.activation_checkpointing
     model = GPT(shape, seed=config.seed, activation_checkpointing=recompute).to(device)
-    options = trainer_options(config.sync, config.sync_options.given())
+    given = config.sync_options.given()
+    options = given if config.on_loss == "shrink" else trainer_options(config.sync, given)
     if config.compile == "ddp":
         options["compile_wrapper"] = True
     if config.compile == "model":

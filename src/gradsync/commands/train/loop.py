@@ -18,6 +18,8 @@ from torch.autograd.profiler import record_function
 from gradsync.checkpoint.background import BackgroundWriter
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.base import Communicator
+from gradsync.comm.groups import communicator
+from gradsync.commands.plan.description import Device
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.data import Data
 from gradsync.commands.train.learner import (
@@ -29,10 +31,12 @@ from gradsync.commands.train.learner import (
     learning_rate,
 )
 from gradsync.commands.train.output import Progress, RunDir
+from gradsync.core.files import counted
 from gradsync.core.torch_private import PROFILE_ALL_THREADS
 from gradsync.data.micro_batch import Batch
 from gradsync.errors import DataError, DivergenceError, DriftError
 from gradsync.runtime.signals import StopRequest
+from gradsync.runtime.watch import FailureWatch
 from gradsync.sync.step import StepResult
 from gradsync.sync.watch import Stopwatch
 from gradsync.world import World
@@ -52,6 +56,7 @@ class Totals:
     wall_s: float = 0.0  # Seconds in steps, without evaluation and saving
     exposed_s: float = 0.0  # Exposed communication in that time, seconds
     steps_timed: int = 0  # Steps counted in `wall_s`
+    val_step: int = -1  # Step of the last evaluation
     stopped_by: str = ""  # Signal that ended the run early; "" if it is complete
 
 
@@ -165,10 +170,10 @@ class Trainer:
     writer: BackgroundWriter
     progress: Progress
     profiler: StepProfiler
-    peak_flops: float
-    """Of this rank's device: dense bf16 products, floating-point operations per second."""
+    device: Device
+    threads: int
     interval: Interval = field(default_factory=Interval)
-    tell: Callable[[int], None]  # Tells the other ranks how many steps this rank has done
+    watch: Callable[[], FailureWatch | None]
 
     def run(self, done_steps: int, stop: StopRequest) -> Totals:
         """Train from `done_steps` to `config.steps`, or to the step at which ranks agree to stop.
@@ -193,9 +198,14 @@ class Trainer:
             if _due(totals.step + 1, config.check_replicas_every):
                 self._check_replicas(totals.step)
             lr = learning_rate(optim, totals.step, config.steps)
-            result = self._train_step(batch, lr, stop)
+            for attempt in learner.sync.attempts(batch):
+                with attempt:
+                    result = self._train_step(batch, lr, stop)
             totals.step += 1
-            self.tell(totals.step)
+            if (recovery := self.world.recovery) is not None and recovery.regrouped:
+                self._after_loss(totals.step)
+            if (watch := self.watch()) is not None:
+                watch.sampler.tell(totals.step)
             self.writer.check()
             stopped = result.stop and totals.step < config.steps
             last = stopped or totals.step == config.steps
@@ -213,7 +223,7 @@ class Trainer:
             if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
             if saves:
-                self._save(totals.step)
+                self._save(totals)
             if stopped:
                 totals.stopped_by = stop.signal_name or "a signal to another rank"
             if last:
@@ -222,6 +232,29 @@ class Trainer:
             raise DataError(f"the data ended after step {totals.step} of {config.steps}")
         self.writer.wait()
         return totals
+
+    def begin_record(self, done_steps: int) -> None:
+        """Begin to write the run's files, on rank 0."""
+        watch = self.watch()
+        self.run_dir.begin(
+            self.config,
+            self.world,
+            self.device,
+            threads=self.threads,
+            done_steps=done_steps,
+            ranks=watch.peers.everyone if watch else None,
+        )
+
+    def _after_loss(self, step: int) -> None:
+        """Go on among the ranks that are left; another one may be rank 0 now."""
+        world = self.world
+        self.comm = self.learner.comm = communicator(world)
+        self.data.val.deal(world)
+        self.progress.go_on(step, world.world_size, enabled=world.is_main)
+        if world.is_main:
+            self.run_dir.close()
+            self.begin_record(step)
+        self.progress.say(f"step {step}: going on with {counted(world.world_size, 'rank')}")
 
     def _check_replicas(self, step: int) -> None:
         """Compare all ranks' bits, and record whether they are equal; DriftError ends the run."""
@@ -287,7 +320,7 @@ class Trainer:
             "optim/grad_norm": None if result.grad_norm is None else float(result.grad_norm),
             "perf/tokens_per_s": tokens_per_s,
             "perf/tflops_per_device": flops / 1e12,
-            "perf/mfu": flops / self.peak_flops,
+            "perf/mfu": flops / self.device.peak_flops,
             "perf/step_s": wall_s / steps,
             "perf/data_s": self.interval.data_s / steps,
             # A split model's schedule shows only the end of the step.
@@ -309,20 +342,21 @@ class Trainer:
         with self.interval.paused():
             self.learner.sync.replica.synchronize_replicas()
             totals.val_loss = self.learner.evaluate(self.data.val)
+            totals.val_step = totals.step
         self.progress.say(f"step {totals.step}: validation loss {totals.val_loss:.4f}")
         self.run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
 
-    def _save(self, step: int) -> None:
+    def _save(self, totals: Totals) -> None:
         """Rank 0 writes what replicas agree on, if they are compared; the others go on. If it
         writes at once, they meet it in the next step's first collective."""
         with self.interval.paused():
             if self.config.check_replicas_every:
-                self._check_replicas(step)
-            self.learner.save(step, partial(self._keep, step))
+                self._check_replicas(totals.step)
+            self.learner.save(totals.step, partial(self._keep, totals))
 
     def _keep(
         self,
-        step: int,
+        totals: Totals,
         tensors: Mapping[str, Whole],
         optimizer: dict[str, Any],
         places: dict[str, Any],
@@ -339,7 +373,12 @@ class Trainer:
         }
         numerics = self.fingerprint
         snapshot = Snapshot(
-            step=step, tensors=tensors, state=state, fingerprint=numerics, places=places
+            step=totals.step,
+            tensors=tensors,
+            state=state,
+            fingerprint=numerics,
+            places=places,
+            val_loss=totals.val_loss if totals.val_step == totals.step else None,
         )
         (self.writer if self.config.checkpoint.async_save else self.store).save(snapshot)
 

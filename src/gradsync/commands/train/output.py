@@ -79,6 +79,11 @@ class Progress:
         """Start at `done_steps`."""
         self._since = (done_steps, time.monotonic())
 
+    def go_on(self, done_steps: int, world_size: int, *, enabled: bool) -> None:
+        """Continue after a loss, with fewer ranks, and perhaps as another rank."""
+        self._world_size, self._enabled = world_size, enabled
+        self.start(done_steps)
+
     def say(self, text: str) -> None:
         """Print a line at once."""
         if not self._enabled:

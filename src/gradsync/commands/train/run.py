@@ -63,13 +63,13 @@ def train(
     stream: TextIO | None = None,
     notes: Sequence[str] = (),
     fault: FaultPlan | None = None,
-    watch: FailureWatch | None = None,
+    watch: Callable[[], FailureWatch | None] = lambda: None,
 ) -> TrainOutcome:
     """Train as `config` says, as one rank of `world`; call it in a `with gs.init()` block.
 
     `config` is equal on all ranks, with `out` set and `dtype` named. Rank 0 prints to `stream`
-    (stdout by default), `notes` after its introduction, and writes what `watch` knows of all ranks
-    to `ranks.json`. `fault` is injected, for a drill or a test.
+    (stdout by default), `notes` after its introduction, and writes what the `watch` knows of all
+    ranks to `ranks.json`; after a loss there is another watch. `fault` is injected, for a drill or a test.
     """
     run_dir = RunDir(config.out)
     progress = Progress(config.steps, world.world_size, enabled=world.is_main, stream=stream)
@@ -91,7 +91,8 @@ def train(
         config = replace(config, model=shape)
         stack.enter_context(run_dir.rank_log(world))
         stack.enter_context(kernels(config, world))
-        store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last)
+        kept = config.checkpoint
+        store = CheckpointStore(run_dir.checkpoints, kept.keep_last, kept.keep_best)
         trainer = Trainer(
             config=config,
             world=world,
@@ -104,9 +105,10 @@ def train(
             writer=BackgroundWriter(store),
             progress=progress,
             profiler=StepProfiler(config.profile, run_dir.path, world),
-            peak_flops=device.peak_flops,
+            device=device,
+            threads=threads,
             interval=Interval(on_cuda=world.device.type == "cuda"),
-            tell=watch.sampler.tell if watch else lambda _: None,
+            watch=watch,
         )
         resumed = restore(trainer)
         _introduce(trainer, resumed, threads, notes)
@@ -118,28 +120,21 @@ def train(
             kept = read_object(run_dir.path / "summary.json") | {"stopped_by": ""}
             return TrainOutcome(exit_code=0, summary=kept if world.is_main else {})
         if world.is_main:
-            run_dir.begin(
-                config,
-                world,
-                device,
-                threads=threads,
-                done_steps=resumed.step,
-                ranks=watch.peers.everyone if watch else None,
-            )
+            trainer.begin_record(resumed.step)
         if fault is not None:
             fault.plant(trainer)
         progress.start(resumed.step)
-        totals = _run(trainer, resumed.step, stop, watch)
+        totals = _run(trainer, resumed.step, stop)
         data.train.close()
         return _finish(trainer, totals)
 
 
-def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | None) -> Totals:
+def _run(trainer: Trainer, step: int, stop: StopRequest) -> Totals:
     """The loop from `step` on; it ends the table of ranks, which leave one by one afterwards."""
     try:
         return trainer.run(step, stop)
     except BaseException:
-        if watch is not None:
+        if (watch := trainer.watch()) is not None:
             watch.sampler.held = True
         raise
     finally:

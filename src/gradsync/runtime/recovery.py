@@ -1,0 +1,167 @@
+"""Go on without a lost rank: survivors agree, form a new group, and finish or repeat the step.
+
+    a connection ends      -> every survivor ends its own, so that all of them notice
+    report, propose        -> through the rendezvous store (membership.py)
+    new group              -> over the members of the first proposal, with ranks numbered anew
+    the step               -> finished with the sums that all hold, or begun again
+
+The store must outlive the lost rank: `gradsync launch` serves it; under mpirun and srun rank 0
+does. A rank that raises an exception is not lost: its error ends the run, as without this.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from gradsync.errors import LostPeerError, PeerError
+from gradsync.runtime.failure import communication_error, symptom
+from gradsync.runtime.membership import Move, Report, finishes, next_move
+from gradsync.runtime.store import record_of
+
+if TYPE_CHECKING:
+    from gradsync.comm.base import Communicator
+    from gradsync.runtime.session import Session
+
+log = logging.getLogger("gradsync")
+
+_LOOK_S = 0.01
+
+
+class Recovery:
+    """Recovers a session of `gs.init(on_loss="shrink")` from lost ranks.
+
+    Args:
+        session: open, with other ranks.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._generation = 0
+        self.committed = 0
+        """Steps whose update all ranks make."""
+        self.in_attempt = False
+        """Whether a step may be begun again, see `sync.attempts`."""
+        self.regrouped = False
+        """Whether the group has changed since the attempt began."""
+
+    def commit(self, comm: Communicator) -> None:
+        """Return once every rank holds the step's whole sums, so that all make the update. One
+        barrier of the whole group; if it fails, survivors decide: see [Note: Commit].
+
+        Raises:
+            RuntimeError: the barrier's own error: the step must begin again, or the run must end.
+        """
+        try:
+            comm.barrier()
+        except RuntimeError as error:
+            recovers = self.in_attempt and communication_error(error) is not None
+            if not recovers or not self.recover(error, holds_sums=True):
+                raise
+        self.committed += 1
+
+    def recover(self, error: BaseException, *, holds_sums: bool = False) -> bool:
+        """Form a group without the lost ranks; returns whether this rank finishes the step.
+
+        Args:
+            error: what a collective raised.
+            holds_sums: whether this rank holds the whole sums of the step.
+
+        Raises:
+            LostPeerError: the others have gone on without this rank.
+            PeerError: another rank's own failure ends the run, or the store is gone.
+            RuntimeError: `error`, if no rank is lost.
+        """
+        session, began = self._session, time.monotonic()
+        finish = False
+        while True:
+            self._generation += 1
+            world, lost = session.world, set(range(session.world.world_size))
+            chosen = self._agree(Report(self.committed, holds_sums), error)
+            finish = finishes(world.rank, chosen)
+            holds_sums = finish
+            lost -= chosen.keys()
+            if not lost:
+                raise error
+            if world.rank == min(chosen):
+                self._tell(sorted(lost), len(chosen), error, began, finish=finish)
+            try:
+                session.regroup(self._generation, sorted(chosen))
+                break
+            except RuntimeError as again:
+                if communication_error(again) is None:
+                    raise
+                error = again  # one more was lost meanwhile
+        self.regrouped = True
+        log.info("rank %d goes on after %.2f s", world.rank, time.monotonic() - began)
+        return finish
+
+    def _agree(self, mine: Report, error: BaseException) -> Mapping[int, Report]:
+        """The new members, with their reports, by their rank in the group that has ended."""
+        from torch.distributed import DistError
+
+        watch, records = self._session.suspend(self._generation)
+        rank, peers = self._session.world.rank, watch.peers
+        members = range(peers.world_size)
+        try:
+            records.set(f"report/{rank}", record_of(mine))
+            while True:
+                if failure := watch.peer_failure():
+                    raise failure from error
+                texts = {each: records.get(f"report/{each}") for each in members}
+                found = {
+                    each: Report(**json.loads(text))
+                    for each, text in texts.items()
+                    if text is not None
+                }
+                missing = [each for each in members if each not in found]
+                left = set(missing).intersection(peers.left() if missing else ())
+                if left and not mine.holds_sums:
+                    raise error  # it does not take part in this step, and is not lost
+                # Whoever has left in good order while others hold a step's sums has committed it.
+                dead = left | peers.lost(missing, self._session.options.silence_s)
+                text = records.get("members")
+                chosen = None if text is None else _members(text)
+                match next_move(rank, members, found, dead, chosen):
+                    case Move.PROPOSE:
+                        proposal = {each: asdict(report) for each, report in found.items()}
+                        records.claim("members", json.dumps(proposal))
+                    case Move.JOIN:
+                        return chosen or {}
+                    case Move.LEAVE:
+                        raise LostPeerError(
+                            f"rank {rank}: the other ranks took this one for dead, and have gone "
+                            "on without it"
+                        ) from error
+                    case Move.WAIT:
+                        time.sleep(_LOOK_S)
+        except DistError as gone:
+            raise PeerError(peers.server_obituary(gone)) from error
+
+    def _tell(
+        self,
+        lost: list[int],
+        num_left: int,
+        error: BaseException,
+        began: float,
+        *,
+        finish: bool,
+    ) -> None:
+        words = "finish" if finish else "repeat"
+        said = symptom(communication_error(error) or error)
+        print(
+            f"gradsync: lost rank(s) {', '.join(map(str, lost))} in step {self.committed + 1} "
+            f"({said}); {num_left} rank(s) {words} it, agreed after "
+            f"{time.monotonic() - began:.2f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _members(text: bytes) -> dict[int, Report]:
+    return {int(rank): Report(**report) for rank, report in json.loads(text).items()}

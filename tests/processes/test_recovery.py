@@ -1,0 +1,109 @@
+"""`gs.init(on_loss="shrink")`: ranks are killed, the others go on, and end as one rank alone does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradsync as gs
+from gradsync.errors import ConfigError
+from support import survivor
+from support.fork_server import WITH_RANKS, run_forked
+from support.launchers import Finished
+
+EVERY = [[step, index] for step in range(survivor.STEPS) for index in range(survivor.MICRO_BATCHES)]
+
+
+def launch(folder: Path, ranks: int, strategy: str, *kills: str) -> Finished:
+    folder.mkdir()
+    words = ["-m", "gradsync", "launch", "--nproc-per-node", ranks, "--on-loss", "shrink", "--"]
+    (done,) = run_forked([*words, survivor.__file__, folder, strategy, *kills], [WITH_RANKS])
+    return done
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    launch(folder, 1, "invariant").ok()
+    return told(folder)[0]
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ["1:2:data"],
+        ["0:3:forward"],
+        ["2:1:backward"],
+        ["1:3:reduced"],
+        ["0:2:committed"],
+        ["2:2:committed", "0:4:backward"],
+        ["1:2:forward", "2:2:forward"],
+        ["1:5:reduced"],
+    ],
+    ids=" ".join,
+)
+def test_survivors_end_as_one_rank(tmp_path: Path, kills: list[str], alone: dict[str, Any]) -> None:
+    done = launch(tmp_path / "out", 3, "invariant", *kills).ok()
+    ends = told(tmp_path / "out")
+    assert len(ends) == 3 - len(kills)
+    for end in ends:
+        assert end["world_size"] in (len(ends), len(ends) + ("5:reduced" in kills[-1]))
+        for name in ("sha256", "lr", "losses"):
+            assert end[name] == alone[name], name
+    assert f"step {int(kills[0][2]) + 1 + ('committed' in kills[0])}" in done.stderr
+    # After the last loss no micro-batch is missing, and none comes twice.
+    last = max(int(kill[2]) for kill in kills) + 1
+    given = [[step, i] for end in ends for step, mine in end["done"] for i in mine if step >= last]
+    assert sorted(given) == [each for each in EVERY if each[0] >= last]
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "naive"])
+def test_other_strategies_keep_whole_weights(
+    tmp_path: Path, strategy: str, alone: dict[str, Any]
+) -> None:
+    launch(tmp_path / "out", 3, strategy, "0:2:backward").ok()
+    first, second = told(tmp_path / "out")
+    assert first["sha256"] == second["sha256"]
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+def test_an_exception_ends_the_run(tmp_path: Path) -> None:
+    done = launch(tmp_path / "out", 2, "invariant", "1:2:forward:raises")
+    assert done.returncode == 1
+    assert "a bug of the program" in done.stderr
+    assert not told(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [("zero1", {}), ("fsdp", {}), ("local_sgd", {}), ("invariant", {"collective": "shared_memory"})],
+)
+def test_what_cannot_go_on_is_refused(strategy: str, more: dict[str, Any]) -> None:
+    with gs.init(on_loss="shrink") as world, pytest.raises(ConfigError, match="on_loss='"):
+        gs.replicate(nn.Linear(2, 2), world, strategy=strategy, **more)
+
+
+def test_moving_buffers_are_refused_before_the_update() -> None:
+    with gs.init(on_loss="shrink") as world:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        sync = gs.replicate(model, world, batch_norm="local")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = model[0].weight.detach().clone()
+        sync.backward(model(torch.randn(4, 2)).sum(), weight=4, reduction="sum")
+        with pytest.raises(ConfigError, match="batch_norm='freeze'"):
+            sync.step(optimizer)
+        assert torch.equal(model[0].weight, before)
+
+
+def test_an_unknown_answer_to_a_loss() -> None:
+    with pytest.raises(ConfigError, match="on_loss must be 'end' or 'shrink'; got 'grow'"):
+        gs.init(on_loss="grow")

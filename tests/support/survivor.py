@@ -1,0 +1,84 @@
+"""A rank that trains on after losses; its program kills ranks: `RANK:STEP:PLACE …`, by their first
+numbers. It writes what it did to `OUT/RANK.json`.
+
+    survivor.py OUT STRATEGY [KILL …]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import gradsync as gs
+from gradsync.checkpoint.weights import weights_sha256
+
+STEPS, MICRO_BATCHES = 6, 8
+
+
+def main(out: str, strategy: str, *kills: str) -> None:
+    me = os.environ.get("RANK", "0")
+    now = 0
+
+    def dies(place: str) -> None:
+        if f"{me}:{now}:{place}" in kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if f"{me}:{now}:{place}:raises" in kills:
+            raise ValueError("a bug of the program")
+
+    with gs.init(seed=0, threads=1, on_loss="shrink") as world:
+        model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 4))
+        sync = gs.replicate(model, world, strategy=strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        recovery = world.recovery
+        assert recovery is not None
+        commit = recovery.commit
+
+        def dying_commit(comm: Any) -> None:
+            dies("reduced")
+            commit(comm)
+            dies("committed")
+
+        recovery.commit = dying_commit  # pyrefly: ignore[bad-assignment]
+        data = TensorDataset(torch.randn(STEPS * 16, 8), torch.randint(4, (STEPS * 16,)))
+        loader = gs.loader(data, world, global_batch_size=16, micro_batch_size=2, num_epochs=1)
+        done, losses = [], []
+        for batch in loader:
+            now = batch.number
+            for attempt in sync.attempts(batch):
+                with attempt:
+                    dies("data")
+                    mine = []
+                    for micro_batch in batch:
+                        loss = cross_entropy(model(micro_batch.inputs), micro_batch.targets)
+                        dies("forward")
+                        sync.backward(loss, micro_batch)
+                        mine.append(micro_batch.index)
+                    dies("backward")
+                    sync.step(optimizer, clip_norm=1.0)
+                    scheduler.step()
+            done.append([batch.number, mine])
+            losses.append(sync.mean_loss)
+        states = optimizer.state.values()
+        averages = {str(i): state["exp_avg"] for i, state in enumerate(states)}
+        told = {
+            "done": done,
+            "losses": losses,
+            "lr": scheduler.get_last_lr(),
+            "world_size": world.world_size,
+            "sha256": weights_sha256({**dict(model.named_parameters()), **averages}.items()),
+        }
+        Path(out, f"{me}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

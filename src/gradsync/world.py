@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsync.errors import LaunchError
 
 if TYPE_CHECKING:
     import torch
-
-    from gradsync.runtime.recovery import Recovery
 
 _MOST = 2**20
 """Most ranks of a run. The number comes from the environment, and lists have that length."""
@@ -49,8 +47,8 @@ class World:
     """Name of `device`, such as "cpu" or "cuda:1". Set when the session starts."""
     seed: int = 0
     """The `seed` of `gs.init`, 0 without one; the default seed of loaders."""
-    recovery: Recovery | None = field(default=None, compare=False, repr=False)
-    """Of `gs.init(on_loss="shrink")`: what goes on after a loss."""
+    recovery: Any = field(default=None, compare=False, repr=False)
+    """Of `gs.init(on_loss="shrink")`: the `runtime.recovery.Recovery` of this run, else None."""
     asks_to_stop: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
     """Of `gs.init(catch_stop=True)`: whether a signal has asked this rank to stop."""
 

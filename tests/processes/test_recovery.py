@@ -1,4 +1,4 @@
-"""`gs.init(on_loss="shrink")`: ranks are killed, the others go on, and end as one rank alone does."""
+"""`gs.init(on_loss="shrink")`: ranks are killed, and the others end as one rank alone does."""
 
 from __future__ import annotations
 
@@ -85,7 +85,12 @@ def test_an_exception_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "more"),
-    [("zero1", {}), ("fsdp", {}), ("local_sgd", {}), ("invariant", {"collective": "shared_memory"})],
+    [
+        ("zero1", {}),
+        ("fsdp", {}),
+        ("local_sgd", {}),
+        ("invariant", {"collective": "shared_memory"}),
+    ],
 )
 def test_what_cannot_go_on_is_refused(strategy: str, more: dict[str, Any]) -> None:
     with gs.init(on_loss="shrink") as world, pytest.raises(ConfigError, match="on_loss='"):

@@ -290,5 +290,5 @@ def test_a_second_derivative_under_sync_is_refused_by_name() -> None:
     choose_batch_norm(layer, ALONE, "sync")
     x = torch.randn(4, 3, requires_grad=True)
     torch.autograd.grad(layer(x).square().sum(), x)
-    with pytest.raises(ConfigError, match="batch_norm='sync' on rank 0.*gradient penalty"):
+    with pytest.raises(ConfigError, match=r"batch_norm='sync' on rank 0.*gradient penalty"):
         torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)

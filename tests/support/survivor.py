@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -43,12 +43,12 @@ def main(out: str, strategy: str, *kills: str) -> None:
         assert recovery is not None
         commit = recovery.commit
 
-        def dying_commit(comm: Any) -> None:
+        def dying_commit(barrier: Callable[[], None]) -> None:
             dies("reduced")
-            commit(comm)
+            commit(barrier)
             dies("committed")
 
-        recovery.commit = dying_commit  # pyrefly: ignore[bad-assignment]
+        recovery.commit = dying_commit
         data = TensorDataset(torch.randn(STEPS * 16, 8), torch.randint(4, (STEPS * 16,)))
         loader = gs.loader(data, world, global_batch_size=16, micro_batch_size=2, num_epochs=1)
         done, losses = [], []

@@ -15,9 +15,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gradsync.errors import LostPeerError, PeerError
 from gradsync.runtime.failure import communication_error, symptom
@@ -25,24 +25,50 @@ from gradsync.runtime.membership import Move, Report, finishes, next_move
 from gradsync.runtime.store import record_of
 
 if TYPE_CHECKING:
-    from gradsync.comm.base import Communicator
-    from gradsync.runtime.session import Session
+    from gradsync.runtime.store import SignedStore
+    from gradsync.runtime.watch import FailureWatch
+    from gradsync.world import World
 
 log = logging.getLogger("gradsync")
 
 _LOOK_S = 0.01
 
 
+class Group(Protocol):
+    """What a `Session` does for its recovery."""
+
+    silence_s: float
+
+    @property
+    def world(self) -> World:
+        """The ranks; the same object after a loss, with new numbers."""
+        ...
+
+    def suspend(self, number: int) -> tuple[FailureWatch, SignedStore]:
+        """Stop watching, and end all connections, so that the other ranks notice; returns the watch
+        and the records of the `number`-th ballot."""
+        ...
+
+    def regroup(self, number: int, members: Sequence[int]) -> None:
+        """Go on in a group of `members`, ranks of the last one, numbered anew.
+
+        Raises:
+            RuntimeError: one of them is lost, too.
+        """
+        ...
+
+
 class Recovery:
     """Recovers a session of `gs.init(on_loss="shrink")` from lost ranks.
 
     Args:
-        session: open, with other ranks.
+        group: the session, open.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._generation = 0
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.generation = 0
+        """Groups so far, after the first one."""
         self.committed = 0
         """Steps whose update all ranks make."""
         self.in_attempt = False
@@ -50,15 +76,15 @@ class Recovery:
         self.regrouped = False
         """Whether the group has changed since the attempt began."""
 
-    def commit(self, comm: Communicator) -> None:
+    def commit(self, barrier: Callable[[], None]) -> None:
         """Return once every rank holds the step's whole sums, so that all make the update. One
-        barrier of the whole group; if it fails, survivors decide: see [Note: Commit].
+        `barrier` of the whole group; if it fails, survivors decide: see [Note: Commit].
 
         Raises:
             RuntimeError: the barrier's own error: the step must begin again, or the run must end.
         """
         try:
-            comm.barrier()
+            barrier()
         except RuntimeError as error:
             recovers = self.in_attempt and communication_error(error) is not None
             if not recovers or not self.recover(error, holds_sums=True):
@@ -77,11 +103,11 @@ class Recovery:
             PeerError: another rank's own failure ends the run, or the store is gone.
             RuntimeError: `error`, if no rank is lost.
         """
-        session, began = self._session, time.monotonic()
+        group, began = self._group, time.monotonic()
         finish = False
         while True:
-            self._generation += 1
-            world, lost = session.world, set(range(session.world.world_size))
+            self.generation += 1
+            world, lost = group.world, set(range(group.world.world_size))
             chosen = self._agree(Report(self.committed, holds_sums), error)
             finish = finishes(world.rank, chosen)
             holds_sums = finish
@@ -91,7 +117,7 @@ class Recovery:
             if world.rank == min(chosen):
                 self._tell(sorted(lost), len(chosen), error, began, finish=finish)
             try:
-                session.regroup(self._generation, sorted(chosen))
+                group.regroup(self.generation, sorted(chosen))
                 break
             except RuntimeError as again:
                 if communication_error(again) is None:
@@ -105,8 +131,8 @@ class Recovery:
         """The new members, with their reports, by their rank in the group that has ended."""
         from torch.distributed import DistError
 
-        watch, records = self._session.suspend(self._generation)
-        rank, peers = self._session.world.rank, watch.peers
+        watch, records = self._group.suspend(self.generation)
+        rank, peers = self._group.world.rank, watch.peers
         members = range(peers.world_size)
         try:
             records.set(f"report/{rank}", record_of(mine))
@@ -124,7 +150,7 @@ class Recovery:
                 if left and not mine.holds_sums:
                     raise error  # it does not take part in this step, and is not lost
                 # Whoever has left in good order while others hold a step's sums has committed it.
-                dead = left | peers.lost(missing, self._session.options.silence_s)
+                dead = left | peers.lost(missing, self._group.silence_s)
                 text = records.get("members")
                 chosen = None if text is None else _members(text)
                 match next_move(rank, members, found, dead, chosen):

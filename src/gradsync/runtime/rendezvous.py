@@ -87,7 +87,9 @@ class Meeting:
         """The records by which survivors agree on the group after the `number`-th loss."""
         import torch.distributed as dist
 
-        records = self.records.over(dist.PrefixStore(f"{self._prefix}/ballot-{number}", self._client))
+        records = self.records.over(
+            dist.PrefixStore(f"{self._prefix}/ballot-{number}", self._client)
+        )
         records.scope = f"{records.scope}/{number}"
         return records
 

@@ -112,6 +112,7 @@ class Session:
         self, options: SessionOptions | None = None, *, env: Mapping[str, str] | None = None
     ) -> None:
         self.options = options or SessionOptions()
+        self.silence_s = self.options.silence_s
         self._world: World | None = None
         self.threads = 0
         self.stacks = StackFiles(self.options.stacks_dir)
@@ -314,28 +315,23 @@ class Session:
     # -- after a loss, see recovery.py
 
     def suspend(self, number: int) -> tuple[FailureWatch, SignedStore]:
-        """Stop watching, and end all connections, so that the other ranks notice; returns the watch
-        and the records of the `number`-th ballot."""
-        assert self.watch is not None and self._meeting is not None, "there are other ranks"
+        """See `recovery.Group`."""
+        assert self.watch is not None, "there are other ranks"
+        assert self._meeting is not None, "there are other ranks"
         self.watch.stop()
         self._connections.cut()
         return self.watch, self._meeting.ballot(number)
 
     def regroup(self, number: int, members: Sequence[int]) -> None:
-        """Go on in a group of `members`, ranks of the last one, numbered anew.
-
-        Raises:
-            RuntimeError: one of them is lost, too.
-        """
+        """See `recovery.Group`."""
         meeting, world = self._meeting, self.world
         assert meeting is not None, "there were other ranks"
         wait_until_workers_sleep()  # [Note: Destroying a gloo group]
         self._destroy_group()
         self._presences = [self._presences[rank] for rank in members]
-        alone = replace(world, rank=0, world_size=1, local_rank=0, local_world_size=1)
-        alone = replace(alone, node_rank=0, num_nodes=1)
-        place_of = members.index(world.rank)
-        among = replace(alone, world_size=len(members), rank=place_of)
+        ones = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
+        rank = members.index(world.rank)
+        among = replace(world, rank=rank, world_size=len(members), **ones)
         hosts = [each.host for each in self._presences]
         world.become(place(among, hosts, trust_local=False))
         meeting.begin_group(number, world)

@@ -109,8 +109,7 @@ def replicate(
         recipe = checked
         handling = choose_batch_norm(model, comm, batch_norm)
         if isinstance(recipe, Recipe):
-            device = trainable(model)[0][1].device
-            comm, hosts, recipe = _places(comm, hosts, recipe, world, device)
+            comm, hosts, recipe = _places(model, comm, hosts, recipe, world)
         return comm, build_reducer(found, model, comm, hosts, recipe), handling
 
     comm = with_cpu_group(comm)
@@ -218,15 +217,15 @@ def _checked(
 
 
 def _places(
+    model: nn.Module,
     comm: Communicator,
     hosts: RankPlacement | None,
     recipe: Recipe,
     world: World | None,
-    device: torch.device,
 ) -> tuple[Communicator, RankPlacement | None, Recipe]:
     """What carries the sums, the hosts of all ranks where they matter, and the recipe there."""
     invariant = recipe.order == "invariant"
-    threads = torch.get_num_threads()
+    device, threads = trainable(model)[0][1].device, torch.get_num_threads()
     if invariant and comm.rank == 0:
         if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
             log.warning(_OTHER_BITS)

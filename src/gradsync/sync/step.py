@@ -184,7 +184,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         mean_loss = _mean_loss(parts, call, agreed, total_weight)
         if parts.recovery is not None:  # after this line there are no more messages
             _refuse_moving_buffers(agreed)
-            parts.recovery.commit(parts.comm)
+            parts.recovery.commit(parts.comm.barrier)
         if call.update is not None and not skip:
             norm = _clip_and_update(reducer, call.update, call)
         failed = False

@@ -203,9 +203,10 @@ def follow(follower: Follower, stream: TextIO, pause: Callable[[], None]) -> int
             else:
                 stream.flush()
             if follower.ended and (began or look == _RESUME_LOOKS):
-                code = follower.ended.get("exit_code")
-                return code if isinstance(code, int) else 1
+                break
             pause()
+    code = follower.ended.get("exit_code")
+    return code if isinstance(code, int) else 1
 
 
 def _figure(value: object) -> str:

@@ -87,7 +87,9 @@ class Planted:
             self._all_reduce, comm.all_reduce = comm.all_reduce, self._around_all_reduce
         elif plan.moment == "save":
             store = trainer.store
-            trainer.store = type(store)(store.directory, store.keep_last, store.keep_best, fs=_Files(self))
+            trainer.store = type(store)(
+                store.directory, store.keep_last, store.keep_best, fs=_Files(self)
+            )
             trainer.writer = type(trainer.writer)(trainer.store)
 
     def meet(self, moment: str, passing: Any) -> Any:

@@ -6,8 +6,8 @@ import copy
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -173,6 +173,7 @@ class Trainer:
     device: Device
     threads: int
     interval: Interval = field(default_factory=Interval)
+    generation: int = 0  # Of the group, see `Recovery`
     watch: Callable[[], FailureWatch | None]
 
     def run(self, done_steps: int, stop: StopRequest) -> Totals:
@@ -198,15 +199,9 @@ class Trainer:
             if _due(totals.step + 1, config.check_replicas_every):
                 self._check_replicas(totals.step)
             lr = learning_rate(optim, totals.step, config.steps)
-            for attempt in learner.sync.attempts(batch):
-                with attempt:
-                    result = self._train_step(batch, lr, stop)
+            result = self._train_step(batch, lr, stop)
             totals.step += 1
-            if (recovery := self.world.recovery) is not None and recovery.regrouped:
-                self._after_loss(totals.step)
-            if (watch := self.watch()) is not None:
-                watch.sampler.tell(totals.step)
-            self.writer.check()
+            self._after_step(totals.step)
             stopped = result.stop and totals.step < config.steps
             last = stopped or totals.step == config.steps
             with self.interval.paused():
@@ -245,10 +240,18 @@ class Trainer:
             ranks=watch.peers.everyone if watch else None,
         )
 
-    def _after_loss(self, step: int) -> None:
-        """Go on among the ranks that are left; another one may be rank 0 now."""
+    def _after_step(self, step: int) -> None:
+        """Tell the other ranks of the step; after a loss, go on among those that are left. Another
+        rank may be rank 0 now."""
+        self.writer.check()
         world = self.world
-        self.comm = self.learner.comm = communicator(world)
+        if (watch := self.watch()) is not None:
+            watch.sampler.tell(step)
+        if world.recovery is None or world.recovery.generation == self.generation:
+            return
+        self.generation = world.recovery.generation
+        self.comm = communicator(world)
+        self.learner = replace(self.learner, comm=self.comm)
         self.data.val.deal(world)
         self.progress.go_on(step, world.world_size, enabled=world.is_main)
         if world.is_main:
@@ -274,14 +277,19 @@ class Trainer:
         learner, sync = self.learner, self.learner.sync
         for group in learner.optimizer.param_groups:
             group["lr"] = lr
-        learner.run_micro_batches(self.interval.waiting(batch), self.interval.span)
-        with self.interval.span("step"):
-            result = sync.step(
-                learner.optimizer,
-                clip_norm=self.config.optim.clip_norm,
-                stop=stop.requested,
-                scale=learner.scaler,
-            )
+        result: StepResult | None = None
+        once = [nullcontext()]  # a split model has no attempts
+        for attempt in once if self.world.recovery is None else sync.attempts(batch):
+            with attempt:
+                learner.run_micro_batches(self.interval.waiting(batch), self.interval.span)
+                with self.interval.span("step"):
+                    result = sync.step(
+                        learner.optimizer,
+                        clip_norm=self.config.optim.clip_norm,
+                        stop=stop.requested,
+                        scale=learner.scaler,
+                    )
+        assert result is not None, "attempts end with a step that was taken"
         waits_in_backward = sync.reducer.waits_in_backward
         self.interval.add(result.exposed, "backward" if waits_in_backward else "step")
         return result

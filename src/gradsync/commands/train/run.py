@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
@@ -69,7 +69,8 @@ def train(
 
     `config` is equal on all ranks, with `out` set and `dtype` named. Rank 0 prints to `stream`
     (stdout by default), `notes` after its introduction, and writes what the `watch` knows of all
-    ranks to `ranks.json`; after a loss there is another watch. `fault` is injected, for a drill or a test.
+    ranks to `ranks.json`; after a loss there is another watch. `fault` is injected, for a drill or
+    a test.
     """
     run_dir = RunDir(config.out)
     progress = Progress(config.steps, world.world_size, enabled=world.is_main, stream=stream)

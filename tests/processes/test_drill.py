@@ -64,6 +64,17 @@ def test_the_rank_is_named_and_no_bit_is_lost(tmp_path: Path, undisturbed: str, 
     assert summary_of(tmp_path / "run")["weights_sha256"] == undisturbed
 
 
+@pytest.mark.parametrize(("rank", "phase"), [(0, "reduce"), (1, "forward")])
+def test_a_run_that_goes_on_without_a_rank(undisturbed: str, rank: int, phase: str) -> None:
+    words = ["drill", "--fault=kill", f"--rank={rank}", "--step=3", f"--phase={phase}", "--json"]
+    words += [f"--expect={undisturbed}", "--", *TINY, "--nproc-per-node=3", "--on-loss=shrink"]
+    done = run_forked(["-m", "gradsync", *words], [WITH_RANKS], timeout_s=100)[0].ok()
+    verdict = json.loads(done.stdout)
+    assert (verdict["exit_code"], verdict["left"], verdict["broken"]) == (0, [], [])
+    assert verdict["went_on_from"] is None
+    assert "2 rank(s) repeat it" in done.stderr
+
+
 def test_the_command(undisturbed: str) -> None:
     """A whole drill: its own ranks, a signal to one of them, and the way on."""
     words = ["drill", "--fault=sigterm", "--step=3", "--json", f"--expect={undisturbed}", "--"]

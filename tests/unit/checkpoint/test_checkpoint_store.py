@@ -243,6 +243,17 @@ def test_a_saved_nan_is_passed_over_and_pushes_nothing_out(tmp_path):
 # --- retention ------------------------------------------------------------------------------------
 
 
+def test_the_best_stay_beside_the_last(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=2)
+    for step, loss in enumerate([3.0, 1.0, None, 2.0, 2.0, 4.0], 1):
+        store.save(snapshot(step, val_loss=loss))
+    assert steps(store) == [6, 5, 2]  # of equal ones the newer
+    assert Manifest.read(tmp_path / "step-00000002").val_loss == 1.0
+    assert store.latest()[0].manifest.step == 6
+    CheckpointStore(tmp_path, keep_last=1).save(snapshot(7))
+    assert steps(store) == [7]
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_damaged_ones_do_not_count_as_kept(tmp_path, fresh):
     store = CheckpointStore(tmp_path, keep_last=2)

@@ -87,9 +87,10 @@ def until_stopped(world: World, body: Callable[[], int]) -> int:
 
 
 def start_ranks(
-    argv: list[str], world_size: int, signals: Signals, module: str = "gradsync"
+    argv: list[str], world_size: int, signals: Signals, module: str = "gradsync", **options: Any
 ) -> LaunchOutcome:
-    """Run `python -m MODULE ARGV` as ranks on this host and wait for them; see `launch.local`.
+    """Run `python -m MODULE ARGV` as ranks on this host and wait for them; `options` are those of
+    `launch_ranks`.
 
     Raises:
         Stopped: a signal came, before or during the run.
@@ -100,7 +101,7 @@ def start_ranks(
     # Torch's warnings about its sockets repeat our one-line errors, with stacks.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     with environ.exported(quiet):
-        ended = local.launch_ranks(argv, world_size, log_dir=None, module=module)
+        ended = local.launch_ranks(argv, world_size, log_dir=None, module=module, **options)
     if ended.received is not None:
         raise Stopped(ended.received)
     return ended

@@ -30,7 +30,7 @@ from gradsync.commands.train.learner import (
     Whole,
     learning_rate,
 )
-from gradsync.commands.train.output import Progress, RunDir
+from gradsync.commands.train.output import Progress, RunDir, finite_or_none
 from gradsync.core.files import counted
 from gradsync.core.torch_private import PROFILE_ALL_THREADS
 from gradsync.data.micro_batch import Batch
@@ -386,7 +386,7 @@ class Trainer:
             state=state,
             fingerprint=numerics,
             places=places,
-            val_loss=totals.val_loss if totals.val_step == totals.step else None,
+            val_loss=finite_or_none(totals.val_loss) if totals.val_step == totals.step else None,
         )
         (self.writer if self.config.checkpoint.async_save else self.store).save(snapshot)
 

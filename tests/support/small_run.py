@@ -76,7 +76,7 @@ def train_rank(
     session = open_session(rank, world_size, store_path)
     try:
         with session as world:
-            own = {"threads": session.threads, "watch": session.watch}
+            own = {"threads": session.threads, "watch": lambda: session.watch}
             outcome = train(config, world, **own, stream=printed, fault=fault)
     except Exception as error:
         return RankResult(1, {}, printed.getvalue(), f"{type(error).__name__}: {error}")

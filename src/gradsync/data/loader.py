@@ -167,14 +167,15 @@ class Loader:
                 f"{type(dataset).__name__} of {self._order.num_samples} ({self._glimpse}), seed "
                 f"{seed}{', shuffled' * shuffle}, {global_batch_size} by {micro_batch_size}"
             )
-        self._rank = world.rank
+        self._world = world
         self._device = torch.device(world.device if device is None else device)
         self._num_workers = num_workers
         self._seed = seed if seed_micro_batches else None
         self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
-        self._samples = self._steps = self._start = 0
-        self._batches: Iterator[Any] | None = None  # of the iteration in progress
+        self._samples = self._steps = 0
         self._dealt_again = False
+        self._batches: Iterator[Any] | None = None  # of the iteration in progress
+        self._dealt_for = (0, 0)  # this rank's number, and that of the ranks
 
     @property
     def epoch(self) -> float:
@@ -183,19 +184,22 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
-        if self._samples >= self._stop and not self._rank:
+        if self._samples >= self._stop and self._world.is_main:
             log.warning(
                 "gs.loader has given all that num_epochs= asks for, and gives nothing now: all "
                 "passes are one loop, which loader.epoch counts"
             )
-        batches = self._batches = self._open_batches()
+        batches = self._open_batches()
         finalizing = sys.is_finalizing  # at exit this module's names may be gone
         length = self._order.num_samples
         try:
             for span, stop in self._spans(self._samples):
+                if self._dealt_for != (self._world.rank, self._world.world_size):
+                    end_workers(batches)
+                    batches = self._open_batches()  # ranks were lost
                 number, start = self._steps, self._samples
                 order = self._described and f"{self._described}, sample {start}"
-                self._start, self._samples, self._steps = start, stop, number + 1
+                self._samples, self._steps = stop, number + 1
                 batch = Batch(
                     span,
                     partial(self._read, batches),
@@ -204,7 +208,8 @@ class Loader:
                     seed=self._seed,
                     order=order,
                     ends_epoch=stop % length < stop - start,
-                    deal=self._deal,
+                    world_size=self._world.world_size,
+                    deal=partial(self._deal_again, start, stop, number),
                 )
                 yield batch
                 if self._dealt_again and self._batches is not None:
@@ -217,29 +222,17 @@ class Loader:
                 if self._seed is not None:
                     seed_draws(self._seed, "after", self._steps)
 
-    def _deal(self, world: World, repeat: bool) -> tuple[StepSpan, Callable[[], Any]]:
-        """Deal for `world` from now on; returns this rank's part of the current step and its
-        reader. Unless it is to `repeat`, the step is over."""
-        start, number, stop, before = self._start, self._steps - 1, self._samples, self._batches
-        self._rank, sizes = world.rank, self.plan
-        self.plan = solve_batch_plan(
-            global_batch_size=sizes.global_batch_size,
-            micro_batch_size=sizes.micro_batch_size,
-            world_size=world.world_size,
-        )
-        if repeat:
-            self._samples, self._steps = start, number
-        self._batches, self._dealt_again = self._open_batches(), True
+    def _deal_again(
+        self, start: int, stop: int, number: int
+    ) -> tuple[StepSpan, Callable[[], Any], int]:
+        """This rank's part of the step in progress and its reader, dealt among the ranks that are
+        left, and their number."""
+        end_workers(self._batches)
+        self._samples, self._steps = start, number
+        batches, self._dealt_again = self._open_batches(), True
+        span, _ = next(self._spans(start))
         self._samples, self._steps = stop, number + 1
-        end_workers(before)
-        span = cut_step(
-            start,
-            stop,
-            micro_batch_size=sizes.micro_batch_size,
-            rank=world.rank,
-            world_size=world.world_size,
-        )
-        return span, partial(self._read, self._batches)
+        return span, partial(self._read, batches), self._world.world_size
 
     def close(self) -> None:
         """End the iteration in progress and its worker processes, if any."""
@@ -287,14 +280,21 @@ class Loader:
                 start,
                 stop,
                 micro_batch_size=self.plan.micro_batch_size,
-                rank=self._rank,
-                world_size=self.plan.world_size,
+                rank=self._world.rank,
+                world_size=self._world.world_size,
             )
             yield span, stop
             start = stop
 
     def _open_batches(self) -> Iterator[Any]:
-        """The batches of this rank's micro-batches, read here or ahead by workers."""
+        """The batches of this rank's micro-batches, read here or ahead by workers: the iteration
+        in progress."""
+        self._dealt_for = self._world.rank, self._world.world_size
+        self.plan = solve_batch_plan(
+            global_batch_size=self.plan.global_batch_size,
+            micro_batch_size=self.plan.micro_batch_size,
+            world_size=self._world.world_size,
+        )
         items = (
             (
                 None if self._seed is None else (self._seed, step, micro_batch.index),
@@ -304,11 +304,12 @@ class Loader:
             for micro_batch in span.micro_batches
         )
         if not self._num_workers:
-            return map(self._reader.__getitem__, items)
+            self._batches = map(self._reader.__getitem__, items)
+            return self._batches
         # A separate generator: DataLoader would draw from the global one, and `num_workers` would
         # change the model's dropout.
         generator = torch.Generator()
-        generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
+        generator.manual_seed(derive_key(self._order.seed, self._samples, self._world.rank) >> 1)
         options = dict(self._worker_options)
         options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
         context = _start_method(options.pop("multiprocessing_context", None))
@@ -323,7 +324,8 @@ class Loader:
             multiprocessing_context=context,
             **options,
         )
-        return _begin_reading(workers)
+        self._batches = _begin_reading(workers)
+        return self._batches
 
 
 loader = Loader
@@ -501,23 +503,26 @@ class EvalLoader:
         num_samples = size_of(dataset)
         self.total_samples = num_samples if max_samples is None else min(max_samples, num_samples)
         """Samples over all ranks: the sum of `num_samples` over all micro-batches."""
-        self._micro_batch_size = micro_batch_size
-        self.deal(world)
+        self._micro_batch_size, self._world = micro_batch_size, world
         self.fingerprint = fingerprint_of(dataset)
         self._reader = _Reader(dataset, collate_fn)
         self._device, self._seed = world.device, stream_seed(world.seed, "evaluation")
 
-    def deal(self, world: World) -> None:
-        """Deal the micro-batches among the ranks of `world`; again after a loss."""
-        self._span = cut_step(
+    @property
+    def _span(self) -> StepSpan:
+        """This rank's share, among the ranks that there are now."""
+        return cut_step(
             0,
             self.total_samples,
             micro_batch_size=self._micro_batch_size,
-            rank=world.rank,
-            world_size=world.world_size,
+            rank=self._world.rank,
+            world_size=self._world.world_size,
         )
-        self.most = math.ceil(self._span.num_micro_batches / world.world_size)
+
+    @property
+    def most(self) -> int:
         """Largest number of micro-batches of a rank."""
+        return math.ceil(self._span.num_micro_batches / self._world.world_size)
 
     def __len__(self) -> int:
         return len(self._span.micro_batches)

@@ -30,7 +30,6 @@ from torch import Tensor
 from gradsync.data.batch_plan import StepSpan
 from gradsync.errors import DataError
 from gradsync.runtime.seeds import seed_draws, seed_micro_batch, stream_seed
-from gradsync.world import World
 
 IGNORED_TARGET = -100
 """Targets with this value are not counted; torch's `cross_entropy` has the same default."""
@@ -60,6 +59,8 @@ class MicroBatch:
     `sync.step` compares it; "" is not compared."""
     num_micro_batches: int = 0
     """Micro-batches of the step over all ranks; `sync.step` expects them if `order` is known."""
+    world_size: int = field(default=0, repr=False, compare=False)
+    """Ranks among which the step was dealt; 0 is not compared."""
     shifted: int | None = field(default=None, repr=False, compare=False)
     """See `num_shifted_targets`; None if the batch has no such labels."""
     key: tuple[int, int, int] | None = field(default=None, repr=False, compare=False)
@@ -125,13 +126,14 @@ class Batch:
         seed: int | None = None,
         order: str = "",
         ends_epoch: bool | None = None,
-        deal: Callable[[World, bool], tuple[StepSpan, Callable[[], Any]]] | None = None,
+        world_size: int = 0,
+        deal: Callable[[], tuple[StepSpan, Callable[[], Any], int]] | None = None,
     ) -> None:
-        """`read` returns this rank's collated micro-batches, one after the other. `deal` makes the
-        loader deal for another world, from this step on or from the next one."""
+        """`read` returns this rank's collated micro-batches, one after the other, of a step that is
+        dealt among `world_size` ranks. `deal` deals it again among the ranks that are left."""
         self._span, self._read = span, read
         self._device, self._seed, self._order, self._ends_epoch = device, seed, order, ends_epoch
-        self._deal = deal
+        self._world_size, self._deal = world_size, deal
         self._begin(number)
         self.number = number
         """Number of the step in the stream, from 0."""
@@ -149,14 +151,11 @@ class Batch:
         """Whether other ranks could take this step over."""
         return self._deal is not None
 
-    def deal_again(self, world: World, *, repeat: bool) -> None:
-        """Deal for `world`, which has lost ranks: this step too if it is to `repeat`."""
+    def deal_again(self) -> None:
+        """Begin anew, dealt among the ranks that are left."""
         assert self._deal is not None, "checked by `sync.attempts`"
-        span, read = self._deal(world, repeat)
-        self._left.clear()
-        if repeat:
-            self._span, self._read = span, read
-            self._begin(self.number)
+        self._span, self._read, self._world_size = self._deal()
+        self._begin(self.number)
 
     @property
     def ends_epoch(self) -> bool:
@@ -176,7 +175,7 @@ class Batch:
         if self._taken:
             raise RuntimeError(
                 f"the micro-batches of step {self.number} can be read once, before the next step "
-                "begins"
+                "begins (or in each attempt of a step whose batches are given to sync.attempts)"
             )
         self._taken = True
         return self._hand_out()
@@ -196,6 +195,7 @@ class Batch:
                 seed=self._seed,
                 order=self._order,
                 num_micro_batches=self.num_micro_batches if self._order else 0,
+                world_size=self._world_size,
             )
             if micro_batch.key is not None:
                 seed_micro_batch(*micro_batch.key)
@@ -244,6 +244,7 @@ def make_micro_batch(
     seed: int | None = None,
     order: str = "",
     num_micro_batches: int = 0,
+    world_size: int = 0,
 ) -> MicroBatch:
     """A `MicroBatch` with its rows and targets counted and its tensors on `device`."""
     num_samples = count_rows(batch, num_samples)
@@ -262,6 +263,7 @@ def make_micro_batch(
         is_last=is_last,
         order=order,
         num_micro_batches=num_micro_batches,
+        world_size=world_size,
         key=None if seed is None else (seed, step, index),
     )
 

@@ -32,6 +32,7 @@ FAR = "192.0.2.1"
 _LOCAL = ("docker", "podman", "virbr", "cni")
 """Name prefixes of interfaces to containers and virtual machines on this host."""
 _OPEN_FILES = "/proc/self/fd"
+_TOLERANCE_S = 0.02  # the kernel keeps whole ticks
 Opened = tuple[int, str]
 """File descriptor and identity of a socket."""
 
@@ -111,13 +112,14 @@ class PeerConnections:
         if pairs:
             self._pairs = made
 
-    def cut(self) -> None:
-        """End all of gloo's connections, so that operations on them fail here and on the other
-        ranks. Their owner still closes them."""
+    def cut(self, timeout_s: float) -> None:
+        """End all connections of gloo's groups with this timeout, so that operations on them fail
+        here and on the other ranks. Their owner still closes them."""
         self._pairs = set()
         for opened in _open_sockets():
             with suppress(OSError), _borrowed(opened[0]) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and _is_gloos(one):
+                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and abs(_receive_timeout_s(one) - timeout_s) < _TOLERANCE_S:
                     one.shutdown(socket.SHUT_RDWR)
 
     def num_ended(self) -> int:
@@ -135,7 +137,7 @@ class PeerConnections:
             with suppress(OSError), _borrowed(opened[0]) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6):
                     here, there = one.getsockname()[0], one.getpeername()[0]
-                    if not gloo or _is_gloos(one):
+                    if not gloo or _receive_timeout_s(one):
                         made.add(opened)
                         if here != there and not _is_loopback(there):
                             if learn:
@@ -170,10 +172,12 @@ def _borrowed(number: int) -> Generator[socket.socket]:
         yield copy
 
 
-def _is_gloos(connection: socket.socket) -> bool:
-    """Whether it is gloo's, see [Note: Silent hosts]."""
+def _receive_timeout_s(connection: socket.socket) -> float:
+    """The group's timeout if it is gloo's, 0 for others; see [Note: Silent hosts]."""
     length = struct.calcsize("ll")
-    return any(connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, length))
+    value = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, length)
+    seconds, microseconds = struct.unpack("ll", value)
+    return seconds + microseconds / 1e6
 
 
 def _is_loopback(address: str) -> bool:

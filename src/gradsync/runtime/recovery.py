@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
-from gradsync.errors import LostPeerError, PeerError
+from gradsync.errors import PeerError
 from gradsync.runtime.failure import communication_error, symptom
 from gradsync.runtime.membership import Move, Report, finishes, next_move
 from gradsync.runtime.store import record_of
+from gradsync.runtime.watch import REPORT_S
 
 if TYPE_CHECKING:
     from gradsync.runtime.store import SignedStore
@@ -31,13 +35,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradsync")
 
-_LOOK_S = 0.01
+_LOOK_S = 0.02
 
 
 class Group(Protocol):
     """What a `Session` does for its recovery."""
-
-    silence_s: float
 
     @property
     def world(self) -> World:
@@ -58,23 +60,37 @@ class Group(Protocol):
         ...
 
 
+class Handle(Protocol):
+    """What synchronises a model."""
+
+    number: int
+    """The same on all ranks."""
+
+    def regroup(self) -> None:
+        """Continue among the ranks that are left."""
+        ...
+
+
 class Recovery:
     """Recovers a session of `gs.init(on_loss="shrink")` from lost ranks.
 
     Args:
         group: the session, open.
+        silence_s: after which a silent host counts as lost.
+        timeout_s: longest wait for the other survivors.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, *, silence_s: float, timeout_s: float) -> None:
+        self._group, self._silence_s, self._timeout_s = group, silence_s, timeout_s
         self.generation = 0
         """Groups so far, after the first one."""
         self.committed = 0
         """Steps whose update all ranks make."""
         self.in_attempt = False
         """Whether a step may be begun again, see `sync.attempts`."""
-        self.regrouped = False
-        """Whether the group has changed since the attempt began."""
+        self.handles: WeakSet[Handle] = WeakSet()
+        """Everything that synchronises a model."""
+        self._stale = False
 
     def commit(self, barrier: Callable[[], None]) -> None:
         """Return once every rank holds the step's whole sums, so that all make the update. One
@@ -91,6 +107,13 @@ class Recovery:
                 raise
         self.committed += 1
 
+    def rebind(self) -> None:
+        """Make the handles continue in the new group, if there is one."""
+        if self._stale:
+            self._stale = False
+            for handle in sorted(self.handles, key=lambda each: each.number):
+                handle.regroup()  # its messages go in one order on all ranks
+
     def recover(self, error: BaseException, *, holds_sums: bool = False) -> bool:
         """Form a group without the lost ranks; returns whether this rank finishes the step.
 
@@ -99,9 +122,8 @@ class Recovery:
             holds_sums: whether this rank holds the whole sums of the step.
 
         Raises:
-            LostPeerError: the others have gone on without this rank.
             PeerError: another rank's own failure ends the run, or the store is gone.
-            RuntimeError: `error`, if no rank is lost.
+            RuntimeError: `error`, if no rank is lost, or one neither comes nor ends in time.
         """
         group, began = self._group, time.monotonic()
         finish = False
@@ -123,7 +145,7 @@ class Recovery:
                 if communication_error(again) is None:
                     raise
                 error = again  # one more was lost meanwhile
-        self.regrouped = True
+        self._stale = True
         log.info("rank %d goes on after %.2f s", world.rank, time.monotonic() - began)
         return finish
 
@@ -133,7 +155,7 @@ class Recovery:
 
         watch, records = self._group.suspend(self.generation)
         rank, peers = self._group.world.rank, watch.peers
-        members = range(peers.world_size)
+        members, began, told = range(peers.world_size), time.monotonic(), False
         try:
             records.set(f"report/{rank}", record_of(mine))
             while True:
@@ -150,7 +172,7 @@ class Recovery:
                 if left and not mine.holds_sums:
                     raise error  # it does not take part in this step, and is not lost
                 # Whoever has left in good order while others hold a step's sums has committed it.
-                dead = left | peers.lost(missing, self._group.silence_s)
+                dead = left | peers.lost(missing, self._silence_s)
                 text = records.get("members")
                 chosen = None if text is None else _members(text)
                 match next_move(rank, members, found, dead, chosen):
@@ -160,11 +182,17 @@ class Recovery:
                     case Move.JOIN:
                         return chosen or {}
                     case Move.LEAVE:
-                        raise LostPeerError(
-                            f"rank {rank}: the other ranks took this one for dead, and have gone "
-                            "on without it"
-                        ) from error
+                        _say(
+                            f"rank {rank}: the others took this rank for dead and went on: it ends"
+                        )
+                        os.kill(os.getpid(), signal.SIGKILL)  # as a lost rank, for the launcher
                     case Move.WAIT:
+                        waited_s = time.monotonic() - began
+                        if waited_s > self._timeout_s:
+                            raise error
+                        if waited_s > REPORT_S and not told:
+                            told = True
+                            _say(f"rank {rank} waits for {missing} to abandon the step")
                         time.sleep(_LOOK_S)
         except DistError as gone:
             raise PeerError(peers.server_obituary(gone)) from error
@@ -180,13 +208,14 @@ class Recovery:
     ) -> None:
         words = "finish" if finish else "repeat"
         said = symptom(communication_error(error) or error)
-        print(
-            f"gradsync: lost rank(s) {', '.join(map(str, lost))} in step {self.committed + 1} "
-            f"({said}); {num_left} rank(s) {words} it, agreed after "
-            f"{time.monotonic() - began:.2f} s",
-            file=sys.stderr,
-            flush=True,
+        _say(
+            f"lost rank(s) {', '.join(map(str, lost))} in step {self.committed + 1} ({said}); "
+            f"{num_left} rank(s) {words} it, agreed after {time.monotonic() - began:.2f} s"
         )
+
+
+def _say(line: str) -> None:
+    print(f"gradsync: {line}", file=sys.stderr, flush=True)
 
 
 def _members(text: bytes) -> dict[int, Report]:

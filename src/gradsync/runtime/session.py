@@ -112,7 +112,6 @@ class Session:
         self, options: SessionOptions | None = None, *, env: Mapping[str, str] | None = None
     ) -> None:
         self.options = options or SessionOptions()
-        self.silence_s = self.options.silence_s
         self._world: World | None = None
         self.threads = 0
         self.stacks = StackFiles(self.options.stacks_dir)
@@ -185,7 +184,8 @@ class Session:
                 asks = partial(getattr, stop, "requested")
                 self._world = replace(self.world, asks_to_stop=asks)
             if self.options.on_loss == "shrink":
-                self._world = replace(self.world, recovery=Recovery(self))
+                times = {name: getattr(self.options, name) for name in ("silence_s", "timeout_s")}
+                self._world = replace(self.world, recovery=Recovery(self, **times))
         except BaseException as error:
             say_interrupted(error)
             self._stack.close()
@@ -306,7 +306,7 @@ class Session:
             report_s=options.report_wait_s,
             num_issued=lambda: num_issued(self._group),
             stacks=self.stacks,
-            on_loss=self._connections.cut if options.on_loss == "shrink" else None,
+            on_loss=self._cut if options.on_loss == "shrink" else None,
         )
         self._make_group(meeting, self._interface)
         self._connections.learn(pairs=True)
@@ -314,12 +314,15 @@ class Session:
 
     # -- after a loss, see recovery.py
 
+    def _cut(self) -> None:
+        self._connections.cut(self.options.timeout_s)
+
     def suspend(self, number: int) -> tuple[FailureWatch, SignedStore]:
         """See `recovery.Group`."""
         assert self.watch is not None, "there are other ranks"
         assert self._meeting is not None, "there are other ranks"
         self.watch.stop()
-        self._connections.cut()
+        self._cut()
         return self.watch, self._meeting.ballot(number)
 
     def regroup(self, number: int, members: Sequence[int]) -> None:

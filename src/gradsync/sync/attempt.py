@@ -1,4 +1,4 @@
-"""One step that may be begun again after a loss, see runtime/recovery.py.
+"""One step that may begin again after a loss, see runtime/recovery.py.
 
 A `with` block alone cannot run twice, and what follows it would run for a step that was not taken.
 So the block stands in a loop, which ends once the step is committed.
@@ -6,46 +6,45 @@ So the block stands in a loop, which ends once the step is committed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from gradsync.data.micro_batch import Batch
 from gradsync.runtime.failure import communication_error
-from gradsync.world import World
+from gradsync.runtime.recovery import Recovery
 
 
 class Attempt:
-    """The body of a step; without `on_loss="shrink"` it changes nothing.
+    """The body of a step, with one `sync.step`; without `on_loss="shrink"` it changes nothing.
 
     Args:
-        world, batch: of the step.
-        regroup: makes the handle continue over the ranks that are left.
+        recovery: of the run; None lets every error pass.
+        batches: of the step.
     """
 
-    def __init__(self, world: World, batch: Batch, regroup: Callable[[], None]) -> None:
-        self._world, self._batch, self._regroup = world, batch, regroup
-        self._committed = 0
+    def __init__(self, recovery: Recovery | None, batches: Sequence[Batch]) -> None:
+        self._recovery, self._batches = recovery, batches
+        self._before = 0, 0
         self.failed = False
         """Whether a rank was lost before the step was committed."""
 
     def __enter__(self) -> Attempt:
-        if (recovery := self._world.recovery) is not None:
-            self._committed = recovery.committed
-            recovery.in_attempt, recovery.regrouped = True, False
+        if self._recovery is not None:
+            self._before = self._recovery.committed, self._recovery.generation
+            self._recovery.in_attempt = True
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        recovery = self._world.recovery
+        recovery = self._recovery
         if recovery is None:
             return False
         recovery.in_attempt = False
-        committed = recovery.committed > self._committed
-        if error is not None:
-            if communication_error(error) is None or committed:
-                return False
-            if not recovery.regrouped:
-                recovery.recover(error)
-            self._regroup()
-            self.failed = True
-        if recovery.regrouped:
-            self._batch.deal_again(self._world, repeat=self.failed)
-        return self.failed
+        committed, generation = self._before
+        if error is None or recovery.committed > committed or communication_error(error) is None:
+            return False
+        if recovery.generation == generation:  # the step has not recovered itself
+            recovery.recover(error)
+        recovery.rebind()
+        for batch in self._batches:
+            batch.deal_again()
+        self.failed = True
+        return True

@@ -103,13 +103,15 @@ class GradientSync:
         build: Callable[[], Built] | None = None,
     ) -> None:
         self.model = model
-        self._number, self.world, self._build = number, world or World(), build
+        self.number, self.world, self._build = number, world or World(), build
         self._losses_to_check = 8  # the form of a program's loss does not change
         self._result: StepResult | None = None
         self._said_nan = False
         self.stopping = False  # Whether ranks agreed to stop in the last `step`
         self.writers: dict[Path, BackgroundWriter] = {}  # Of the folders that `gs.save` writes to
         self._bind(comm, reducer, batch_norm or choose_batch_norm(model, comm, None))
+        if self.world.recovery is not None:
+            self.world.recovery.handles.add(self)
 
     def _bind(self, comm: Communicator, reducer: Reducer, handling: BatchNormHandling) -> None:
         """Synchronise over `comm`; also after a loss."""
@@ -124,7 +126,7 @@ class GradientSync:
         watch = ReplicaWatch(model, comm, equal=self._equal)
         stragglers = StragglerWatch(comm)
         recovery = self.world.recovery
-        parts = (reducer, comm, self._buffers, self._number, stragglers, watch, recovery)
+        parts = (reducer, comm, self._buffers, self.number, stragglers, watch, recovery)
         self._parts = StepParts(*parts)
         self._user_loop = UserLoop(model, self._parts, watch)
         self._sums: tuple[list[Any], list[int]] = [None] * len(reducer.parameters), []
@@ -206,6 +208,12 @@ class GradientSync:
         last, index = self._last, self._index
         if micro_batch is not None:
             last, index = micro_batch.is_last, micro_batch.index
+            among = getattr(micro_batch, "world_size", 0)
+            if self.world.recovery is not None and among not in (0, self.world.world_size):
+                raise ConfigError(
+                    f"this micro-batch was dealt among {among} ranks, and {self.world.world_size} "
+                    "are left: give its batch to sync.attempts, and iterate it in the attempt"
+                )
         weight = weight_of(weight, micro_batch)
         self._refuse_if_failed()
         if self.reducer.needs_micro_step and not self._in_micro_step:
@@ -295,15 +303,15 @@ class GradientSync:
         )
         result = self._end_step(call)
         self.stopping = result.stop
-        if (recovery := self.world.recovery) is not None and recovery.regrouped:
-            self.regroup()
+        if (recovery := self.world.recovery) is not None:
+            recovery.rebind()
         for each in optimizers:
             each.zero_grad(set_to_none=True)
         return result
 
-    def attempts(self, batch: Batch) -> Iterator[Attempt]:
+    def attempts(self, *batches: Batch) -> Iterator[Attempt]:
         """Take one step, again if a rank is lost in it: under `gs.init(on_loss="shrink")` the ranks
-        that are left share the batch anew. Usually one pass:
+        that are left share its batches anew. Usually one pass:
 
             for batch in loader:
                 for attempt in sync.attempts(batch):
@@ -317,16 +325,15 @@ class GradientSync:
         Raises:
             ConfigError: under "shrink", a batch that `gs.loader` did not make.
         """
-        if self.world.recovery is not None and not batch.can_be_dealt_again:
+        recovery, failed = self.world.recovery, True
+        if recovery is not None and not all(batch.can_be_dealt_again for batch in batches):
             raise ConfigError("on_loss='shrink' deals batches of gs.loader again, and no others")
-        failed = True
         while failed:
-            attempt = Attempt(self.world, batch, self.regroup)
-            yield attempt
+            yield (attempt := Attempt(recovery, batches))
             failed = attempt.failed
 
     def regroup(self) -> None:
-        """Continue over the ranks that are left; gradients of an abandoned step are dropped."""
+        """Continue among the ranks that are left; gradients of an abandoned step are dropped."""
         assert self._build is not None, "given with a world that recovers"
         self._user_loop.close()
         self.reducer.close()
@@ -536,6 +543,8 @@ class GradientSync:
         Raises:
             CheckpointError: on rank 0: it could not be written.
         """
+        if self.world.recovery is not None:
+            self.world.recovery.handles.discard(self)
         self._user_loop.close()
         self.reducer.close()
         self._buffers.close()

@@ -252,7 +252,6 @@ class Trainer:
         self.generation = world.recovery.generation
         self.comm = communicator(world)
         self.learner = replace(self.learner, comm=self.comm)
-        self.data.val.deal(world)
         self.progress.go_on(step, world.world_size, enabled=world.is_main)
         if world.is_main:
             self.run_dir.close()

@@ -66,8 +66,9 @@ _HOMES = {
 }
 _OF_OTHER_GUIDES = (
     *("DDPManager", "DatasetLoader", "ElasticGPUConfig", "NaiveDDPTrainer", "frozen_parts"),
-    *("get_device", "init_distributed", "is_main_process", "log_gpu_memory"),
-    *("setup_distributed", "shard_batch"),
+    *("barrier", "broadcast", "cleanup_distributed", "get_device", "get_local_rank", "get_rank"),
+    *("get_world_size", "init_distributed", "is_distributed", "is_main_process", "log_gpu_memory"),
+    *("per_process_batch", "setup_distributed", "shard_batch"),
 )
 """Names of `gradsync.compat`, which are found here too, and not listed."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

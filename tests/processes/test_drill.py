@@ -64,7 +64,7 @@ def test_the_rank_is_named_and_no_bit_is_lost(tmp_path: Path, undisturbed: str, 
     assert summary_of(tmp_path / "run")["weights_sha256"] == undisturbed
 
 
-@pytest.mark.parametrize(("rank", "phase"), [(0, "reduce"), (1, "forward")])
+@pytest.mark.parametrize(("rank", "phase"), [(0, "reduce"), (1, "backward")])
 def test_a_run_that_goes_on_without_a_rank(undisturbed: str, rank: int, phase: str) -> None:
     words = ["drill", "--fault=kill", f"--rank={rank}", "--step=3", f"--phase={phase}", "--json"]
     words += [f"--expect={undisturbed}", "--", *TINY, "--nproc-per-node=3", "--on-loss=shrink"]

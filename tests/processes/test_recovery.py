@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def test_other_strategies_keep_whole_weights(
     assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
+@pytest.mark.parametrize("place", ["forward", "reduced", "committed"])
+def test_a_loop_of_ones_own(tmp_path: Path, place: str) -> None:
+    launch(tmp_path / "alone", 1, "bucketed:own").ok()
+    launch(tmp_path / "out", 4, "bucketed:own", f"3:2:{place}", f"0:2:{place}").ok()
+    (alone,), ends = told(tmp_path / "alone"), told(tmp_path / "out")
+    assert [end["world_size"] for end in ends] == [2, 2]
+    assert ends[0]["sha256"] == ends[1]["sha256"]
+    assert ends[0]["weights"] == pytest.approx(alone["weights"], abs=1e-5)
+
+
 def test_an_exception_ends_the_run(tmp_path: Path) -> None:
     done = launch(tmp_path / "out", 2, "invariant", "1:2:forward:raises")
     assert done.returncode == 1
@@ -107,6 +118,19 @@ def test_moving_buffers_are_refused_before_the_update() -> None:
         with pytest.raises(ConfigError, match="batch_norm='freeze'"):
             sync.step(optimizer)
         assert torch.equal(model[0].weight, before)
+
+
+def test_a_share_of_a_lost_rank_is_not_left_out() -> None:
+    """A micro-batch that was dealt among more ranks than are left would hide it."""
+    with gs.init(on_loss="shrink") as world:
+        model = nn.Linear(2, 2)
+        sync = gs.replicate(model, world)
+        data = [torch.randn(2) for _ in range(4)]
+        loader = gs.loader(data, world, global_batch_size=4, micro_batch_size=2, num_epochs=1)
+        loop = iter(loader)
+        old = replace(next(iter(next(loop))), world_size=3)
+        with pytest.raises(ConfigError, match="dealt among 3 ranks, and 1 are left"):
+            sync.backward(model(old.inputs).sum(), old)
 
 
 def test_an_unknown_answer_to_a_loss() -> None:

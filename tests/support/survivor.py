@@ -1,7 +1,7 @@
 """A rank that trains on after losses; its program kills ranks: `RANK:STEP:PLACE …`, by their first
 numbers. It writes what it did to `OUT/RANK.json`.
 
-    survivor.py OUT STRATEGY [KILL …]
+    survivor.py OUT STRATEGY[:own] [KILL …]        own: loss.backward(), optimizer.step()
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ STEPS, MICRO_BATCHES = 6, 8
 
 
 def main(out: str, strategy: str, *kills: str) -> None:
+    strategy, _, own = strategy.partition(":")
     me = os.environ.get("RANK", "0")
     now = 0
 
@@ -59,15 +61,24 @@ def main(out: str, strategy: str, *kills: str) -> None:
                     dies("data")
                     mine = []
                     for micro_batch in batch:
-                        loss = cross_entropy(model(micro_batch.inputs), micro_batch.targets)
-                        dies("forward")
-                        sync.backward(loss, micro_batch)
+                        with nullcontext() if micro_batch.is_last or not own else sync.no_sync():
+                            loss = cross_entropy(model(micro_batch.inputs), micro_batch.targets)
+                            dies("forward")
+                            if own:  # ranks have equally many, or the mean is not that of one rank
+                                (loss / len(batch)).backward()
+                            else:
+                                sync.backward(loss, micro_batch)
                         mine.append(micro_batch.index)
                     dies("backward")
-                    sync.step(optimizer, clip_norm=1.0)
+                    if own:
+                        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    else:
+                        sync.step(optimizer, clip_norm=1.0)
                     scheduler.step()
             done.append([batch.number, mine])
-            losses.append(sync.mean_loss)
+            losses.append(0.0 if own else sync.mean_loss)
         states = optimizer.state.values()
         averages = {str(i): state["exp_avg"] for i, state in enumerate(states)}
         told = {
@@ -75,6 +86,7 @@ def main(out: str, strategy: str, *kills: str) -> None:
             "losses": losses,
             "lr": scheduler.get_last_lr(),
             "world_size": world.world_size,
+            "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
             "sha256": weights_sha256({**dict(model.named_parameters()), **averages}.items()),
         }
         Path(out, f"{me}.json").write_text(json.dumps(told))

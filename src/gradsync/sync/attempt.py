@@ -29,6 +29,7 @@ class Attempt:
 
     def __enter__(self) -> Attempt:
         if self._recovery is not None:
+            self._recovery.rebind()  # a step of the user's loop has used its gradients by now
             self._before = self._recovery.committed, self._recovery.generation
             self._recovery.in_attempt = True
         return self

@@ -298,7 +298,7 @@ class GradientSync:
             settings=settings_of_step(self._parts, optimizers, clip_norm),
             enclosed=self._user_loop.enclosed,
             clip_norm=clip_norm,
-            stop=stop or self.world.should_stop,
+            stop=stop or (self.world.asks_to_stop is not None and self.world.asks_to_stop()),
             scale=scale,
         )
         result = self._end_step(call)

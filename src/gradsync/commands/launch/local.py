@@ -195,6 +195,11 @@ def obituary(rank: int, number: int) -> str:
     return f"rank {rank} was ended by {named}{_HINTS.get(number, '')}"
 
 
+def _say(line: str) -> None:
+    with suppress(OSError, ValueError):  # a closed terminal must not end the run
+        print(line, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _signals_to(agent: LocalAgent) -> Generator[None]:
     """Forward signals to `agent`, except a SIGHUP that this process was started to ignore (nohup);
@@ -333,7 +338,8 @@ class LocalAgent(LocalElasticAgent):
             for number, code in enumerate(codes):
                 if code is not None and code < 0:
                     self._lost.add(number)
-                    self._say(worker_group.workers[number].global_rank, -code)
+                    lost = obituary(worker_group.workers[number].global_rank, -code)
+                    _say(f"gradsync: {lost}; the others go on")
             codes = self.exit_codes()
         failures = [code for code in codes if code]
         if self.received or STOPPED in failures:
@@ -345,7 +351,7 @@ class LocalAgent(LocalElasticAgent):
                 if code is not None and code < 0
             }
             for rank, number in self.killed.items():
-                self._say(rank, number)
+                _say(f"gradsync: error: {obituary(rank, number)}")
             self._let_others_speak()
             self.failures = failures + [code for code in self.exit_codes() if code]
             self._end_others()
@@ -356,10 +362,6 @@ class LocalAgent(LocalElasticAgent):
         elif self._lost:  # torch would report the lost ranks
             return self._succeeded()
         return super()._monitor_workers(worker_group)
-
-    def _say(self, rank: int, number: int) -> None:
-        with suppress(OSError, ValueError):  # a closed terminal must not end the run
-            print(f"gradsync: error: {obituary(rank, number)}", file=sys.stderr, flush=True)
 
     def _succeeded(self) -> RunResult:
         values = dict.fromkeys(range(len(rank_processes(self))))

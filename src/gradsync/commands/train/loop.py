@@ -57,6 +57,7 @@ class Totals:
     exposed_s: float = 0.0  # Exposed communication in that time, seconds
     steps_timed: int = 0  # Steps counted in `wall_s`
     val_step: int = -1  # Step of the last evaluation
+    saves_s: list[float] = field(default_factory=list)  # For which each checkpoint stopped training
     stopped_by: str = ""  # Signal that ended the run early; "" if it is complete
 
 
@@ -356,10 +357,12 @@ class Trainer:
     def _save(self, totals: Totals) -> None:
         """Rank 0 writes what replicas agree on, if they are compared; the others go on. If it
         writes at once, they meet it in the next step's first collective."""
+        began = time.perf_counter()
         with self.interval.paused():
             if self.config.check_replicas_every:
                 self._check_replicas(totals.step)
             self.learner.save(totals.step, partial(self._keep, totals))
+        totals.saves_s.append(time.perf_counter() - began)
 
     def _keep(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -253,6 +254,7 @@ def _summarise(trainer: Trainer, totals: Totals) -> dict[str, Any]:
         "tokens_per_s": tokens_timed / totals.wall_s if totals.wall_s else None,
         "exposed_comm_fraction": totals.exposed_s / totals.wall_s if totals.wall_s else None,
         "wall_s": totals.wall_s,
+        "save_s": statistics.median(totals.saves_s) if totals.saves_s else None,
         "stopped_by": totals.stopped_by,
         "config": asdict(config),
     }

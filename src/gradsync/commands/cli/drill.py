@@ -153,11 +153,9 @@ def drill(
             work = {"flags": words, "fault": fault and asdict(fault)}
             (folder / _WORK).write_text(json.dumps(work))
             command = ["drill", WORKER, str(folder / _WORK)]
-            loss = config.on_loss
-            return _watched(
-                folder / name,
-                lambda: start_ranks(command, ranks, signals, module, on_loss=loss).code,
-            )
+            more = {"module": module, "on_loss": config.on_loss}
+            out = folder / name
+            return _watched(out, lambda: start_ranks(command, ranks, signals, **more).code)
 
         try:
             expect = expect or _weights(start("undisturbed"))

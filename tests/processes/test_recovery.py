@@ -49,6 +49,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ["2:2:committed", "0:4:backward"],
         ["1:2:forward", "2:2:forward"],
         ["1:5:reduced"],
+        ["1:2:data", "2:2:remade"],
     ],
     ids=" ".join,
 )
@@ -58,13 +59,18 @@ def test_survivors_end_as_one_rank(tmp_path: Path, kills: list[str], alone: dict
     assert len(ends) == 3 - len(kills)
     for end in ends:
         assert end["world_size"] in (len(ends), len(ends) + ("5:reduced" in kills[-1]))
-        for name in ("sha256", "lr", "losses"):
+        for name in ("sha256", "lr", "losses", "draws"):
             assert end[name] == alone[name], name
     assert f"step {int(kills[0][2]) + 1 + ('committed' in kills[0])}" in done.stderr
     # After the last loss no micro-batch is missing, and none comes twice.
     last = max(int(kill[2]) for kill in kills) + 1
     given = [[step, i] for end in ends for step, mine in end["done"] for i in mine if step >= last]
     assert sorted(given) == [each for each in EVERY if each[0] >= last]
+
+
+def test_a_stopped_rank_is_left_behind(tmp_path: Path, alone: dict[str, Any]) -> None:
+    launch(tmp_path / "out", 3, "invariant", "1:2:forward:stops").ok()
+    assert [end["sha256"] for end in told(tmp_path / "out")] == [alone["sha256"]] * 2
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "naive"])
@@ -97,6 +103,7 @@ def test_an_exception_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [
+        ("invariant", {"shard": "optimizer"}),
         ("zero1", {}),
         ("fsdp", {}),
         ("local_sgd", {}),
@@ -106,6 +113,18 @@ def test_an_exception_ends_the_run(tmp_path: Path) -> None:
 def test_what_cannot_go_on_is_refused(strategy: str, more: dict[str, Any]) -> None:
     with gs.init(on_loss="shrink") as world, pytest.raises(ConfigError, match="on_loss='"):
         gs.replicate(nn.Linear(2, 2), world, strategy=strategy, **more)
+
+
+def test_half_a_step_is_refused() -> None:
+    """A loss would drop the sums of the batches before."""
+    with gs.init(on_loss="shrink") as world:
+        model = nn.Linear(2, 2)
+        sync = gs.replicate(model, world)
+        data = [torch.randn(2) for _ in range(4)]
+        (batch,) = gs.loader(data, world, global_batch_size=4, micro_batch_size=4, num_epochs=1)
+        attempt = next(iter(sync.attempts(batch)))
+        with pytest.raises(ConfigError, match="an attempt holds a whole step"), attempt:
+            sync.backward(model(data[0]).sum(), weight=1)
 
 
 def test_moving_buffers_are_refused_before_the_update() -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,10 +34,12 @@ def main(out: str, strategy: str, *kills: str) -> None:
     def dies(place: str) -> None:
         if f"{me}:{now}:{place}" in kills:
             os.kill(os.getpid(), signal.SIGKILL)
+        if f"{me}:{now}:{place}:stops" in kills:
+            os.kill(os.getpid(), signal.SIGSTOP)
         if f"{me}:{now}:{place}:raises" in kills:
             raise ValueError("a bug of the program")
 
-    with gs.init(seed=0, threads=1, on_loss="shrink") as world:
+    with gs.init(seed=0, threads=1, on_loss="shrink", silence_s=1.5) as world:
         model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 4))
         sync = gs.replicate(model, world, strategy=strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -51,15 +54,24 @@ def main(out: str, strategy: str, *kills: str) -> None:
             dies("committed")
 
         recovery.commit = dying_commit
+        group = cast("Any", recovery)._group
+        regroup = group.regroup
+
+        def dying_regroup(number: int, members: list[int]) -> None:
+            dies("remade")
+            regroup(number, members)
+
+        group.regroup = dying_regroup
         data = TensorDataset(torch.randn(STEPS * 16, 8), torch.randint(4, (STEPS * 16,)))
         loader = gs.loader(data, world, global_batch_size=16, micro_batch_size=2, num_epochs=1)
-        done, losses = [], []
+        done, losses, draws = [], [], []
         for batch in loader:
             now = batch.number
+            torch.rand(3)
             for attempt in sync.attempts(batch):
                 with attempt:
                     dies("data")
-                    mine = []
+                    mine, drawn = [], torch.rand(()).item()
                     for micro_batch in batch:
                         with nullcontext() if micro_batch.is_last or not own else sync.no_sync():
                             loss = cross_entropy(model(micro_batch.inputs), micro_batch.targets)
@@ -78,12 +90,14 @@ def main(out: str, strategy: str, *kills: str) -> None:
                         sync.step(optimizer, clip_norm=1.0)
                     scheduler.step()
             done.append([batch.number, mine])
+            draws.append(drawn)
             losses.append(0.0 if own else sync.mean_loss)
         states = optimizer.state.values()
         averages = {str(i): state["exp_avg"] for i, state in enumerate(states)}
         told = {
             "done": done,
             "losses": losses,
+            "draws": draws,
             "lr": scheduler.get_last_lr(),
             "world_size": world.world_size,
             "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),

@@ -37,6 +37,7 @@ class Peers:
         processes: the known processes of those ranks.
         hosts: host name of each rank, if they sit on several.
         connections: to those ranks; `Peers` maintains them from now on.
+        all_here: whether all of them run, or have run, on this host.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Peers:
         processes: Mapping[int, Presence] | None = None,
         hosts: Sequence[str] = (),
         connections: PeerConnections | None = None,
+        all_here: bool = False,
     ) -> None:
         self._store, self.rank, self.world_size, self.hosts = store, rank, world_size, hosts
         self.hosted_by_agent = hosted_by_agent
@@ -60,7 +62,9 @@ class Peers:
         self.pids = {other: it.pid for other, it in self.processes.items() if it.host == here}
         """Process ids of the ranks on this host."""
         # Another host may have this one's name: a process never seen here cannot end here.
-        self._seen = {rank for rank, pid in self.pids.items() if process_state(pid) != "ended"}
+        self._seen = {
+            rank for rank, pid in self.pids.items() if all_here or process_state(pid) != "ended"
+        }
         self._ended: dict[int, tuple[bytes, int]] = {}
         self._beats_seen: dict[int, tuple[bytes, float]] = {}
 

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
@@ -25,7 +26,8 @@ from weakref import WeakSet
 from gradsync.errors import PeerError
 from gradsync.runtime.failure import communication_error, symptom
 from gradsync.runtime.membership import Move, Report, finishes, next_move
-from gradsync.runtime.store import record_of
+from gradsync.runtime.peers import process_state
+from gradsync.runtime.store import record_of, wait_until
 from gradsync.runtime.watch import REPORT_S
 
 if TYPE_CHECKING:
@@ -66,6 +68,11 @@ class Handle(Protocol):
     number: int
     """The same on all ranks."""
 
+    @property
+    def in_step(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        ...
+
     def regroup(self) -> None:
         """Continue among the ranks that are left."""
         ...
@@ -88,9 +95,13 @@ class Recovery:
         """Steps whose update all ranks make."""
         self.in_attempt = False
         """Whether a step may be begun again, see `sync.attempts`."""
+        self.recovered = 0
+        """The last of them that this rank has joined."""
         self.handles: WeakSet[Handle] = WeakSet()
         """Everything that synchronises a model."""
         self._stale = False
+        self._names: list[int] = []  # the members' first ranks
+        self._processes: Mapping[int, int] = {}  # process ids of the last group's other members
 
     def commit(self, barrier: Callable[[], None]) -> None:
         """Return once every rank holds the step's whole sums, so that all make the update. One
@@ -107,12 +118,19 @@ class Recovery:
                 raise
         self.committed += 1
 
-    def rebind(self) -> None:
-        """Make the handles continue in the new group, if there is one."""
-        if self._stale:
-            self._stale = False
-            for handle in sorted(self.handles, key=lambda each: each.number):
-                handle.regroup()  # its messages go in one order on all ranks
+    def rebind(self, *, again: bool = False) -> None:
+        """Make the handles continue in the new group, if there is one. With `again`, a rank that is
+        lost meanwhile is recovered from, too."""
+        while self._stale:
+            try:
+                for handle in sorted(self.handles, key=lambda each: each.number):
+                    handle.regroup()  # its messages go in one order on all ranks
+            except RuntimeError as error:
+                if not again or communication_error(error) is None:
+                    raise
+                self.recover(error)
+            else:
+                self._stale = False
 
     def recover(self, error: BaseException, *, holds_sums: bool = False) -> bool:
         """Form a group without the lost ranks; returns whether this rank finishes the step.
@@ -127,6 +145,8 @@ class Recovery:
         """
         group, began = self._group, time.monotonic()
         finish = False
+        if not self._names:
+            self._names = list(range(group.world.world_size))
         while True:
             self.generation += 1
             world, lost = group.world, set(range(group.world.world_size))
@@ -137,7 +157,9 @@ class Recovery:
             if not lost:
                 raise error
             if world.rank == min(chosen):
+                self._end(lost)
                 self._tell(sorted(lost), len(chosen), error, began, finish=finish)
+            self._names = [self._names[rank] for rank in sorted(chosen)]
             try:
                 group.regroup(self.generation, sorted(chosen))
                 break
@@ -145,7 +167,7 @@ class Recovery:
                 if communication_error(again) is None:
                     raise
                 error = again  # one more was lost meanwhile
-        self._stale = True
+        self._stale, self.recovered = True, self.generation
         log.info("rank %d goes on after %.2f s", world.rank, time.monotonic() - began)
         return finish
 
@@ -155,6 +177,7 @@ class Recovery:
 
         watch, records = self._group.suspend(self.generation)
         rank, peers = self._group.world.rank, watch.peers
+        self._processes = peers.pids
         members, began, told = range(peers.world_size), time.monotonic(), False
         try:
             records.set(f"report/{rank}", record_of(mine))
@@ -197,6 +220,14 @@ class Recovery:
         except DistError as gone:
             raise PeerError(peers.server_obituary(gone)) from error
 
+    def _end(self, lost: set[int]) -> None:
+        """Kill lost ranks of this host that are only stopped: they hold files and locks."""
+        for pid in (self._processes[rank] for rank in lost if rank in self._processes):
+            if process_state(pid) != "ended":
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                wait_until(lambda pid=pid: process_state(pid) == "ended", time.monotonic() + 5)
+
     def _tell(
         self,
         lost: list[int],
@@ -207,10 +238,11 @@ class Recovery:
         finish: bool,
     ) -> None:
         words = "finish" if finish else "repeat"
+        names = ", ".join(str(self._names[rank]) for rank in lost)
         said = symptom(communication_error(error) or error)
         _say(
-            f"lost rank(s) {', '.join(map(str, lost))} in step {self.committed + 1} ({said}); "
-            f"{num_left} rank(s) {words} it, agreed after {time.monotonic() - began:.2f} s"
+            f"lost rank(s) {names} in step {self.committed + 1} ({said}); {num_left} rank(s) "
+            f"{words} it, agreed after {time.monotonic() - began:.2f} s"
         )
 
 

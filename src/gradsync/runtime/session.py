@@ -27,7 +27,7 @@ from hashlib import sha256
 from secrets import token_hex
 from typing import Any, NoReturn
 
-from gradsync.errors import ConfigError, LaunchError, RunError
+from gradsync.errors import ConfigError, LaunchError, LostPeerError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.bounds import check_times
 from gradsync.runtime.device import (
@@ -184,6 +184,7 @@ class Session:
                 asks = partial(getattr, stop, "requested")
                 self._world = replace(self.world, asks_to_stop=asks)
             if self.options.on_loss == "shrink":
+                self._refuse_shrink()
                 times = {name: getattr(self.options, name) for name in ("silence_s", "timeout_s")}
                 self._world = replace(self.world, recovery=Recovery(self, **times))
         except BaseException as error:
@@ -191,6 +192,15 @@ class Session:
             self._stack.close()
             raise
         return self.world
+
+    def _refuse_shrink(self) -> None:
+        """Raise ConfigError where a loss cannot be survived, on all ranks."""
+        several = not self.world.one_host
+        if several or "nccl" in self._backend or sys.platform != "linux":
+            raise ConfigError(
+                "on_loss='shrink' works over Gloo on one Linux host; here take on_loss='end' and "
+                "a restart from a checkpoint"
+            )
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the run. With `error`, tell the other ranks, or raise the first rank's error.
@@ -299,6 +309,7 @@ class Session:
             processes={o: it for o, it in enumerate(self._presences) if o != world.rank},
             hosts=[] if world.one_host else [each.host for each in self._presences],
             connections=self._connections,
+            all_here=options.on_loss == "shrink",
         )
         self.watch = FailureWatch(
             store,
@@ -307,10 +318,27 @@ class Session:
             num_issued=lambda: num_issued(self._group),
             stacks=self.stacks,
             on_loss=self._cut if options.on_loss == "shrink" else None,
+            silence_s=options.silence_s,
         )
+        if options.on_loss == "shrink":
+            self.watch.start()  # a rank may be lost while the group is made
+            self._meet(meeting.records, peers)
         self._make_group(meeting, self._interface)
         self._connections.learn(pairs=True)
-        self.watch.start()
+        if options.on_loss == "end":
+            self.watch.start()
+
+    def _meet(self, records: SignedStore, peers: Peers) -> None:
+        """Wait until every rank of the new group is there; LostPeerError if one is lost. Gloo would
+        wait for it until the timeout."""
+        keys = [f"ready/{rank}" for rank in range(peers.world_size)]
+        records.set(keys[peers.rank], "1")
+        deadline_s = time.monotonic() + self.options.timeout_s
+        while not records.get_all(keys):
+            missing = [rank for rank, key in enumerate(keys) if records.get(key) is None]
+            if peers.lost(missing, self.options.silence_s) or time.monotonic() > deadline_s:
+                raise LostPeerError(f"rank(s) {missing} did not come to the new group")
+            time.sleep(0.01)
 
     # -- after a loss, see recovery.py
 

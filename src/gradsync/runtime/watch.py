@@ -52,7 +52,15 @@ from gradsync.runtime.signals import (
     signal_when_parent_ends,
 )
 from gradsync.runtime.stacks import StackFiles, read_stack, stack_lines
-from gradsync.runtime.store import HEARD, LEFT, NOTICED, SignedStore, record_of, wait_until
+from gradsync.runtime.store import (
+    HEARD,
+    LEFT,
+    NOTICED,
+    SETTLED,
+    SignedStore,
+    record_of,
+    wait_until,
+)
 from gradsync.runtime.waiting import WaitReport
 
 REPORT_S = 10.0
@@ -65,6 +73,7 @@ _GRACE_S = 1.5
 _EXCUSED_GRACES = 5  # a nearly written checkpoint is worth some seconds
 _SILENT_S, _HEARD_S = 2.0, 5.0
 _LAST_WORDS_S = 2.0
+_COMES_S = 20.0
 _WRITTEN_S = _ECHO_S = 0.5
 _BEATS_A_LOOK = 8
 
@@ -77,8 +86,8 @@ class FailureWatch:
         peers: the other ranks.
         grace_s: time for the main thread to notice a failure itself; five times that in a save.
         stacks: writes the stacks of this rank; None writes nothing.
-        on_loss: called when another rank is dead, so that the main thread notices and goes on
-            without it; None ends the run.
+        on_loss: called when another rank is dead, or silent for `silence_s`, so that the main
+            thread notices and goes on without it; None ends the run.
         report_s, num_issued: see `WaitReport` and `Sampler`.
     """
 
@@ -92,17 +101,19 @@ class FailureWatch:
         num_issued: Callable[[], int] = lambda: 0,
         stacks: StackFiles | None = None,
         on_loss: Callable[[], None] | None = None,
+        silence_s: float = 10.0,
     ) -> None:
         from torch.distributed import DistError
 
         # The client raises it once its server is gone. A wider class would include our own bugs.
         self._store_gone = DistError
         self._store, self.peers, self._rank = store, peers, peers.rank
-        self._stacks, self._on_loss = stacks, on_loss
+        self._stacks, self._on_loss, self._silence_s = stacks, on_loss, silence_s
         self.sampler = Sampler(threading.get_ident(), num_issued)
         self._doing = Activity(beat=0)
         self._waits = WaitReport(peers, report_s=report_s)
         self._stop_seen: float | None = None
+        self._waited = 0
         self._grace_s = grace_s
         self._interval_s = max(_POLL_S, peers.world_size / 1000)  # many ranks share one store
         self._stop = threading.Event()
@@ -286,10 +297,16 @@ class FailureWatch:
                 self._end_process(str(late), late.exit_code)
             if not self.peers.hosted_by_agent:
                 self._server_left = self.peers.noticed(0) == LEFT
-            if lost := self.peers.dead() or (beat % _BEATS_A_LOOK == 0 and self.peers.cut_off()):
-                if self._on_loss is not None:
+            if self._on_loss is not None:
+                present = self.peers.without(LEFT, SETTLED, HEARD)
+                lost = sorted(self.peers.lost(present, self._silence_s))
+                if lost:
                     self._on_loss()
+                # The main thread notices and comes, unless it waits for something else.
+                self._waited = self._waited + 1 if lost and self._doing.waits else 0
+                if self._waited * self._interval_s < _COMES_S:
                     return ""
+            if lost := self.peers.dead() or (beat % _BEATS_A_LOOK == 0 and self.peers.cut_off()):
                 said = self.peers.obituary(lost)
                 self._store.claim("failure", record_of(Failure(-1, "", said, "", stuck=True)))
                 self._read()  # tells the others that this rank knows; its heartbeat has stopped

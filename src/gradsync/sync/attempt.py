@@ -7,10 +7,13 @@ So the block stands in a loop, which ends once the step is committed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from gradsync.data.micro_batch import Batch
+from gradsync.errors import ConfigError
 from gradsync.runtime.failure import communication_error
 from gradsync.runtime.recovery import Recovery
+from gradsync.runtime.seeds import kept_generators
 
 
 class Attempt:
@@ -23,6 +26,7 @@ class Attempt:
 
     def __init__(self, recovery: Recovery | None, batches: Sequence[Batch]) -> None:
         self._recovery, self._batches = recovery, batches
+        self._generators = ExitStack()  # puts global random generators back
         self._before = 0, 0
         self.failed = False
         """Whether a rank was lost before the step was committed."""
@@ -30,7 +34,9 @@ class Attempt:
     def __enter__(self) -> Attempt:
         if self._recovery is not None:
             self._recovery.rebind()  # a step of the user's loop has used its gradients by now
-            self._before = self._recovery.committed, self._recovery.generation
+            self._refuse_half_a_step()
+            self._generators.enter_context(kept_generators())
+            self._before = self._recovery.committed, self._recovery.recovered
             self._recovery.in_attempt = True
         return self
 
@@ -39,13 +45,27 @@ class Attempt:
         if recovery is None:
             return False
         recovery.in_attempt = False
-        committed, generation = self._before
+        committed, recovered = self._before
+        if error is None:
+            self._refuse_half_a_step()
         if error is None or recovery.committed > committed or communication_error(error) is None:
+            self._generators.pop_all()
             return False
-        if recovery.generation == generation:  # the step has not recovered itself
+        if recovery.recovered == recovered:  # the step has not recovered itself
+            if recovery.generation > recovered:
+                return False  # it could not
             recovery.recover(error)
-        recovery.rebind()
+        recovery.rebind(again=True)
         for batch in self._batches:
             batch.deal_again()
+        self._generators.close()
         self.failed = True
         return True
+
+    def _refuse_half_a_step(self) -> None:
+        """A loss would drop the sums of batches that are not dealt again."""
+        if self._recovery is not None and any(each.in_step for each in self._recovery.handles):
+            raise ConfigError(
+                "under on_loss='shrink' an attempt holds a whole step, from the first backward to "
+                "sync.step: accumulate by a larger global_batch_size in gs.loader"
+            )

@@ -11,7 +11,6 @@ counts once per target, as it would in one big batch.
 from __future__ import annotations
 
 import logging
-import math
 import operator
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,7 +43,7 @@ from gradsync.sync.step import (
     settings_of_step,
     take_step,
 )
-from gradsync.sync.step_metadata import LossSum
+from gradsync.sync.step_metadata import LossSum, to_sum, weight_of
 from gradsync.sync.user_loop import UserLoop
 from gradsync.sync.watch import ReplicaWatch, StragglerWatch, optimizer_watch
 from gradsync.world import World
@@ -303,8 +302,6 @@ class GradientSync:
         )
         result = self._end_step(call)
         self.stopping = result.stop
-        if (recovery := self.world.recovery) is not None:
-            recovery.rebind()
         for each in optimizers:
             each.zero_grad(set_to_none=True)
         return result
@@ -335,6 +332,8 @@ class GradientSync:
     def regroup(self) -> None:
         """Continue among the ranks that are left; gradients of an abandoned step are dropped."""
         assert self._build is not None, "given with a world that recovers"
+        self._buffers.step_begins()  # undoes what forwards have changed, as a discarded step does
+        self._buffers.step_ends((), ())
         self._user_loop.close()
         self.reducer.close()
         self._buffers.close()
@@ -407,6 +406,8 @@ class GradientSync:
             self._sums = [None] * len(self._sums[0]), []
             if not self._loss.num_micro_batches:
                 self._user_loop.sums_end(discarded=call.discard)
+        if (recovery := self.world.recovery) is not None:
+            recovery.rebind()
         return self._result
 
     def _refuse_changed(self, scale: Any, *, ends: bool = False) -> None:
@@ -480,9 +481,15 @@ class GradientSync:
         load_whole_state(self.replica, self.comm, state, optimizer)
         self._buffers.refresh()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and not ended."""
+        begun = self._failed or bool(self._loss.num_micro_batches)
+        return begun or self._user_loop.pending()
+
     def _refuse_in_step(self, what: str) -> None:
         self._refuse_if_closed()
-        if self._failed or self._loss.num_micro_batches or self._user_loop.pending():
+        if self.in_step:
             raise ConfigError(
                 f"sync.{what}() was called between backward and step, where gradients are "
                 "unfinished sums: call it after sync.step(), or after sync.discard()"
@@ -572,28 +579,3 @@ def _gradients_of(parameters: Sequence[Any]) -> tuple[list[Any], list[int]]:
     """Each parameter's gradient or None, and the version of each gradient."""
     grads = [p.grad for p in parameters]
     return grads, [version(grad) for grad in grads if grad is not None]
-
-
-def weight_of(weight: float | Tensor | None, micro_batch: Any) -> float:
-    """Weight of a micro-batch, a finite number >= 0: `weight`, or its number of targets."""
-    given = getattr(micro_batch, "num_targets", None) if weight is None else weight
-    if given is None:
-        raise TypeError(
-            "backward() needs the micro-batch of gs.loader, sync.backward(loss, micro_batch), or "
-            "weight=, the number of targets that the loss is the mean of"
-        )
-    weight = float(given)
-    if not 0 <= weight < math.inf:
-        raise ConfigError(f"backward(weight=...) must be a finite number >= 0, got {weight}")
-    return weight
-
-
-def to_sum(loss: Tensor, weight: float, reduction: str) -> Tensor:
-    """The sum of a micro-batch's loss, [], over its `weight` targets; see [Note: Mean or sum]."""
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"backward(reduction=...) must be 'mean' or 'sum', got {reduction!r}")
-    if loss.dim() and loss.numel() == 1:
-        loss = loss.reshape(())
-    if reduction == "sum":
-        return loss
-    return loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0

@@ -99,10 +99,13 @@ def replicate(
         comm = communicator(world)
     comm = getattr(comm, "unchecked", comm)  # models are compared only once, here
     checked = _checked(found, options, model, batch_norm)
-    settings = {"strategy": strategy, "batch_norm": batch_norm}
+    on_loss = "end" if world is None or world.recovery is None else "shrink"
+    settings = {"strategy": strategy, "batch_norm": batch_norm, "on_loss": on_loss}
     given = {name: repr(value) for name, value in asdict(checked).items()}
     check_same_model(model, comm, settings | given)
     if world is not None and world.recovery is not None:
+        if comm.world_size != world.world_size:
+            raise ConfigError("on_loss='shrink' needs all ranks in one group: drop comm=")
         checked = _recoverable(found, checked, batch_norm)
 
     def build(comm: Communicator, hosts: RankPlacement | None) -> Built:
@@ -144,6 +147,10 @@ def _recoverable(strategy: Strategy, options: Options, batch_norm: str | None) -
         raise ConfigError("on_loss='shrink' does not work with batch_norm='sync'; use 'freeze'")
     if not isinstance(options, Recipe):
         return options
+    needed = {"shard": "none", "overlap_publish": False, "weights": "replicas"}
+    for name, value in needed.items():
+        if (given := getattr(options, name)) != value:
+            raise ConfigError(f"on_loss='shrink' needs {name}={value!r}; got {given!r}")
     if options.collective == "shared_memory":
         raise ConfigError("on_loss='shrink' needs collective='backend': weights of each rank's own")
     return replace(options, collective="backend")

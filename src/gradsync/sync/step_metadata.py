@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator
-from gradsync.errors import RunError
+from gradsync.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -312,3 +312,32 @@ def _text(value: Any) -> str:
 def hash_text(content: bytes) -> str:
     """16 hexadecimal digits, equal in any process."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+# -- what a micro-batch adds ----------------------------------------------------------------------
+
+
+def weight_of(weight: float | Tensor | None, micro_batch: Any) -> float:
+    """Weight of a micro-batch, a finite number >= 0: `weight`, or its number of targets."""
+    given = getattr(micro_batch, "num_targets", None) if weight is None else weight
+    if given is None:
+        raise TypeError(
+            "backward() needs the micro-batch of gs.loader, sync.backward(loss, micro_batch), or "
+            "weight=, the number of targets that the loss is the mean of"
+        )
+    weight = float(given)
+    if not 0 <= weight < math.inf:
+        raise ConfigError(f"backward(weight=...) must be a finite number >= 0, got {weight}")
+    return weight
+
+
+def to_sum(loss: Tensor, weight: float, reduction: str) -> Tensor:
+    """The sum of a micro-batch's loss, [], over its `weight` targets; see [Note: Mean or sum] in
+    gradient_sync.py."""
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"backward(reduction=...) must be 'mean' or 'sum', got {reduction!r}")
+    if loss.dim() and loss.numel() == 1:
+        loss = loss.reshape(())
+    if reduction == "sum":
+        return loss
+    return loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0

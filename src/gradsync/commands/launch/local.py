@@ -334,12 +334,8 @@ class LocalAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self.exit_codes()
-        if self._shrinks and None in codes and not self.received:
-            for number, code in enumerate(codes):
-                if code is not None and code < 0:
-                    self._lost.add(number)
-                    lost = obituary(worker_group.workers[number].global_rank, -code)
-                    _say(f"gradsync: {lost}; the others go on")
+        if self._shrinks:
+            self._forget_lost()
             codes = self.exit_codes()
         failures = [code for code in codes if code]
         if self.received or STOPPED in failures:
@@ -366,6 +362,17 @@ class LocalAgent(LocalElasticAgent):
     def _succeeded(self) -> RunResult:
         values = dict.fromkeys(range(len(rank_processes(self))))
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+
+    def _forget_lost(self) -> None:
+        """Leave out the ranks that a signal has ended, unless we sent it or no other rank goes on
+        or has ended well."""
+        codes = self.exit_codes()
+        if not {None, 0, STOPPED}.intersection(codes):
+            return
+        for number, code in enumerate(codes):
+            if code is not None and code < 0 and -code not in self.received:
+                self._lost.add(number)
+                _say(f"gradsync: {obituary(number, -code)}; the others go on")
 
     def _let_others_speak(self) -> None:
         """Let the other ranks notice and name the failed rank, where torch would end them. A
@@ -396,6 +403,8 @@ class LocalAgent(LocalElasticAgent):
             if LatePeerError.exit_code in codes:  # they have given up waiting for the rest
                 deadline = min(deadline, time.monotonic() + END_S)
             time.sleep(0.02)
+        if self._shrinks:
+            self._forget_lost()
         kill_ranks(self)
         forbid_restarts(self)
         codes = self.exit_codes()

@@ -74,7 +74,8 @@ def communicator(world: World | None = None) -> Communicator:
         return SingleCommunicator()
     if not dist.is_initialized():
         raise RunError("several ranks but no process group: use it inside `with gs.init()`")
-    return ProcessGroupCommunicator(dist.group.WORLD)
+    lost = None if world is None or world.recovery is None else world.recovery.is_lost
+    return ProcessGroupCommunicator(dist.group.WORLD, lost=lost)
 
 
 @dataclass(frozen=True, slots=True)

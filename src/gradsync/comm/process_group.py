@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
 from gradsync.comm.values import check_same_call
 from gradsync.core import torch_private as private
-from gradsync.errors import ConfigError, RunError
+from gradsync.errors import ConfigError, LostPeerError, RunError
 from gradsync.runtime.gloo_group import SendingThread, wait_until_workers_sleep
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 # One tag for all messages of a channel: backends keep the order of messages with one tag between
 # two ranks. Not 0, the default tag of `dist.send`, which the user may call on the same group.
 _TAG = 0x6773
+
+_LOOK = timedelta(seconds=0.5)
 
 _OPS: dict[ReduceOp, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -55,6 +58,27 @@ class AllOf(NamedTuple):
         """Wait for each of them, in order."""
         for work in self.works:
             work.wait()
+
+
+class Interruptible(NamedTuple):
+    """A collective's `Work` whose `wait` ends when a rank is `lost`: gloo does not always wake a
+    waiting thread whose connections have ended. The collective stays with gloo."""
+
+    work: Any
+    lost: Callable[[], bool]
+
+    def wait(self) -> None:
+        """See `Work.wait`; LostPeerError if a rank is lost."""
+        while True:
+            try:
+                self.work.wait(_LOOK)
+            except RuntimeError as error:
+                if self.work.is_completed():
+                    raise
+                if self.lost():
+                    raise LostPeerError("a rank is lost, and gloo's wait did not end") from error
+            else:
+                return
 
 
 @dataclass(eq=False, slots=True)
@@ -239,6 +263,7 @@ class ProcessGroupCommunicator:
             copies them to the GPU and back, behind all its queued work.
         made: groups to destroy at `close`, which nothing else uses.
         spare: unused groups of the same ranks, for a thread (`for_background`).
+        lost: whether a rank is lost, so that waits for collectives end; None never asks.
     """
 
     def __init__(
@@ -249,19 +274,21 @@ class ProcessGroupCommunicator:
         on_cpu: Any = None,
         made: Sequence[Any] = (),
         spare: list[Any] | None = None,
+        lost: Callable[[], bool] | None = None,
     ) -> None:
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.checked = checked
         self.spare = [] if spare is None else spare
-        self._on_cpu, self._made = on_cpu, made
+        self._on_cpu, self._made, self._lost = on_cpu, made, lost
 
     @property
     def unchecked(self) -> ProcessGroupCommunicator:
         """A communicator over the same ranks that does not compare calls."""
         if not self.checked:
             return self
-        return ProcessGroupCommunicator(self.group, on_cpu=self._on_cpu, spare=self.spare)
+        more = {"on_cpu": self._on_cpu, "spare": self.spare, "lost": self._lost}
+        return ProcessGroupCommunicator(self.group, **more)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.all_reduce`."""
@@ -348,6 +375,8 @@ class ProcessGroupCommunicator:
         """`run(tensor, group)`, through a copy where needed."""
         there, group = self._readable(tensor), self._group_for(tensor)
         work = run(there, group)
+        if self._lost is not None:
+            work = Interruptible(work, self._lost)
         return work if there is tensor else Then(work, partial(tensor.copy_, there))
 
 

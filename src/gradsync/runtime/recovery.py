@@ -93,6 +93,8 @@ class Recovery:
         """Groups so far, after the first one."""
         self.committed = 0
         """Steps whose update all ranks make."""
+        self.lost = self.abandoned = False
+        """Whether a rank is lost, and whether a wait for it was given up."""
         self.in_attempt = False
         """Whether a step may be begun again, see `sync.attempts`."""
         self.recovered = 0
@@ -102,6 +104,11 @@ class Recovery:
         self._stale = False
         self._names: list[int] = []  # the members' first ranks
         self._processes: Mapping[int, int] = {}  # process ids of the last group's other members
+
+    def is_lost(self) -> bool:
+        """Whether a rank is lost; the caller then gives up waiting."""
+        self.abandoned = self.abandoned or self.lost
+        return self.lost
 
     def commit(self, barrier: Callable[[], None]) -> None:
         """Return once every rank holds the step's whole sums, so that all make the update. One

@@ -315,7 +315,7 @@ class Session:
             store,
             peers,
             report_s=options.report_wait_s,
-            num_issued=lambda: num_issued(self._group),
+            num_issued=lambda: 0 if self._group is None else num_issued(self._group),
             stacks=self.stacks,
             on_loss=self._cut if options.on_loss == "shrink" else None,
             silence_s=options.silence_s,
@@ -344,6 +344,8 @@ class Session:
 
     def _cut(self) -> None:
         self._connections.cut(self.options.timeout_s)
+        if (recovery := self.world.recovery) is not None:
+            recovery.lost = True
 
     def suspend(self, number: int) -> tuple[FailureWatch, SignedStore]:
         """See `recovery.Group`."""
@@ -355,10 +357,15 @@ class Session:
 
     def regroup(self, number: int, members: Sequence[int]) -> None:
         """See `recovery.Group`."""
+        from gradsync.core.torch_private import process_groups
+
         meeting, world = self._meeting, self.world
         assert meeting is not None, "there were other ranks"
         wait_until_workers_sleep()  # [Note: Destroying a gloo group]
+        if world.recovery.abandoned:
+            _keep_forever(process_groups())  # a worker still waits: the destructor would join it
         self._destroy_group()
+        world.recovery.lost = world.recovery.abandoned = False
         self._presences = [self._presences[rank] for rank in members]
         ones = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
         rank = members.index(world.rank)
@@ -443,6 +450,10 @@ class Session:
         self._group = None
 
 
+def _keep_forever(kept: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
 def _forget(session: weakref.ref[Session]) -> None:
     """Leave the run to the parent: this process is its forked child, and no rank. Destroying
     inherited objects would wait for threads that it lacks, and write to sockets that it shares."""
@@ -450,7 +461,7 @@ def _forget(session: weakref.ref[Session]) -> None:
 
     if (mine := session()) is not None:
         kept = mine._stack, mine._meeting, mine.watch, process_groups()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # [Note: Destroying a gloo group]
+        _keep_forever(kept)  # [Note: Destroying a gloo group]
         if mine.watch is not None:
             atexit.unregister(mine.watch.stop)
         mine._stack, mine._meeting, mine.watch = ExitStack(), None, None

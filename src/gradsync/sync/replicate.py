@@ -99,14 +99,12 @@ def replicate(
         comm = communicator(world)
     comm = getattr(comm, "unchecked", comm)  # models are compared only once, here
     checked = _checked(found, options, model, batch_norm)
-    on_loss = "end" if world is None or world.recovery is None else "shrink"
-    settings = {"strategy": strategy, "batch_norm": batch_norm, "on_loss": on_loss}
-    given = {name: repr(value) for name, value in asdict(checked).items()}
-    check_same_model(model, comm, settings | given)
+    settings = {"strategy": strategy, "batch_norm": batch_norm}
+    settings["on_loss"] = "end" if world is None or world.recovery is None else "shrink"
+    settings |= {name: repr(value) for name, value in asdict(checked).items()}
+    check_same_model(model, comm, settings)
     if world is not None and world.recovery is not None:
-        if comm.world_size != world.world_size:
-            raise ConfigError("on_loss='shrink' needs all ranks in one group: drop comm=")
-        checked = _recoverable(found, checked, batch_norm)
+        checked = _recoverable(found, checked, batch_norm, comm, world)
 
     def build(comm: Communicator, hosts: RankPlacement | None) -> Built:
         recipe = checked
@@ -117,12 +115,11 @@ def replicate(
 
     comm = with_cpu_group(comm)
     broadcast_model(model, comm)
-    # Whole group, int64 [1], blocking: gives the model one number on all ranks, rank 0's.
+    # Whole group, int64 [1], blocking: one number of the model on all ranks, rank 0's.
     number = torch.tensor([next(optimizer_watch().numbers)])
     comm.broadcast(number).wait()
     handle = GradientSync(
-        model,
-        *build(comm, hosts),
+        *(model, *build(comm, hosts)),
         number=int(number),
         world=world,
         build=lambda: build(with_cpu_group(communicator(world)), None),
@@ -135,8 +132,16 @@ def replicate(
     return handle
 
 
-def _recoverable(strategy: Strategy, options: Options, batch_norm: str | None) -> Options:
+def _recoverable(
+    strategy: Strategy,
+    options: Options,
+    batch_norm: str | None,
+    comm: Communicator,
+    world: World,
+) -> Options:
     """The options under which a loss leaves every rank with whole weights and whole sums."""
+    if comm.world_size != world.world_size:
+        raise ConfigError("on_loss='shrink' needs all ranks in one group: drop comm=")
     if strategy.name not in ("naive", "flat", "overlap", "bucketed", "invariant"):
         raise ConfigError(
             f"strategy={strategy.name!r} cannot go on after a loss, since ranks hold parts or "

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradsync import compat
 from gradsync.compat import course
 from gradsync.compat.course import NaiveDDPTrainer, shard_batch
 from gradsync.errors import ConfigError, DataError, RunError
 from support.rank_session import open_session
 
 STEPS = 4
+
+
+def test_the_courses_module_has_what_the_course_imports_from_it() -> None:
+    assert course.setup_distributed is compat.setup_distributed
 
 
 def _train_by_hooks(rank: int, world_size: int, store_path: str, kind: str) -> dict[str, Tensor]:

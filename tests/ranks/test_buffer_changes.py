@@ -408,6 +408,33 @@ def test_two_backwards_over_one_forward(how: str, sync: str) -> None:
                 torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 
+class Remembers(nn.Linear):
+    """Assigns its output to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("last", torch.zeros(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.last = out.detach()
+        return out
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_output_that_became_a_buffer_is_not_written(world_size: int) -> None:
+    def loop(model: Any, sync: GradientSync, comm: Communicator) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            out = model(torch.full((2, 4), 1.0 + step + comm.rank))
+            before = out.detach().clone()
+            sync.backward(out.square().sum(), weight=2, reduction="sum")
+            sync.step(optimizer)
+            assert torch.equal(out.detach(), before)
+
+    on_ranks(seeded(Remembers), loop, world_size)
+
+
 class Views(nn.Module):
     """Refers to its buffer by a view and under a second name."""
 

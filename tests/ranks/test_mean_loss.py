@@ -310,3 +310,15 @@ def test_without_a_step_it_says_why_there_is_none(caplog: pytest.LogCaptureFixtu
     assert re.match(r"StepResult\(mean_loss=tensor\(", repr(result))
     assert "Stopwatch" not in repr(result)
     sync.close()
+
+
+def test_a_loss_of_one_element_is_a_loss() -> None:
+    def gradient(shape: list[int]) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(C, 1)
+        sync = replicate(model)
+        sync.backward(model(VALUES).mean().reshape(shape), weight=B)
+        sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+        return model.weight.detach()
+
+    assert torch.equal(gradient([1]), gradient([]))

@@ -5,8 +5,8 @@
     new group              -> over the members of the first proposal, with ranks numbered anew
     the step               -> finished with the sums that all hold, or begun again
 
-The store must outlive the lost rank: `gradsync launch` serves it; under mpirun and srun rank 0
-does. A rank that raises an exception is not lost: its error ends the run, as without this.
+The store must outlive the lost rank: `gradsync launch` serves it. A rank that raises an exception
+is not lost: its error ends the run, as without this.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ class TrainConfig:
     """After a failed comparison of weights: stop; or heal: copy the majority's and go on. Without a
     majority the run stops."""
     on_loss: Literal["end", "shrink"] = "end"
-    """When a rank dies or is cut off: end; or shrink: the others form a new group, share its
+    """When a rank dies or is stopped: end; or shrink: the others form a new group, share its
     micro-batches, and go on with the same step (sync=invariant: the same bits)."""
     timeout_s: float = 1800.0  # Longest duration of a collective, seconds.
     rendezvous_timeout_s: Fixed[float] = 60.0

@@ -242,8 +242,8 @@ class Trainer:
         )
 
     def _after_step(self, step: int) -> None:
-        """Tell the other ranks of the step; after a loss, go on among those that are left. Another
-        rank may be rank 0 now."""
+        """Tell the other ranks that this rank has done the step. After a loss, refer to the ranks
+        that are left; this rank may have become rank 0, which writes the run's files."""
         self.writer.check()
         world = self.world
         if (watch := self.watch()) is not None:

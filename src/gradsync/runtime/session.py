@@ -503,8 +503,9 @@ def init(
         catch_stop: let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP make the `stop` of `sync.step`'s result
             true, on all ranks after the same step. A second Ctrl-C ends the program.
         on_loss: "shrink" goes on without a rank that dies or is stopped, with the same bits under
-            `invariant`, on one Linux host over gloo; write the step in `for attempt in sync.attempts(batch):`. The launcher must
-            leave the others alive: `gradsync launch --on-loss shrink`. "end" ends the run.
+            `invariant`, on one Linux host over gloo. Write the step in `for attempt in
+            sync.attempts(batch):`, and start it by `gradsync launch --on-loss shrink`, which leaves
+            the others alive. "end" ends the run.
         report_wait_s: seconds after which a wait for another rank is reported, with that rank's
             current line (docs/guide/when-it-hangs.md).
         stacks_dir: folder for each rank's stacks when a rank is late or dead; by default a private

@@ -75,7 +75,13 @@ class World:
     @property
     def is_main(self) -> bool:
         """True on rank 0, the only rank that prints and saves."""
-        return self.rank == 0
+        return self.rank == 0 and not self.waits_to_join
+
+    @property
+    def waits_to_join(self) -> bool:
+        """Whether this rank was lost, was started again, and has not joined the others yet: until
+        `gs.load` it is one rank alone."""
+        return self.recovery is not None and self.recovery.waits_to_join
 
     @property
     def should_stop(self) -> bool:

@@ -20,10 +20,11 @@ from support.launchers import Finished
 EVERY = [[step, index] for step in range(survivor.STEPS) for index in range(survivor.MICRO_BATCHES)]
 
 
-def launch(folder: Path, ranks: int, strategy: str, *kills: str) -> Finished:
+def launch(folder: Path, ranks: int, strategy: str, *kills: str, rejoin: int = 0) -> Finished:
     folder.mkdir()
-    words = ["-m", "gradsync", "launch", "--nproc-per-node", ranks, "--on-loss", "shrink", "--"]
-    (done,) = run_forked([*words, survivor.__file__, folder, strategy, *kills], [WITH_RANKS])
+    words = ["-m", "gradsync", "launch", "--nproc-per-node", ranks, "--on-loss", "shrink"]
+    words += ["--rejoin", rejoin, "--", survivor.__file__, folder, strategy, *kills]
+    (done,) = run_forked(words, [WITH_RANKS])
     return done
 
 
@@ -66,6 +67,30 @@ def test_survivors_end_as_one_rank(tmp_path: Path, kills: list[str], alone: dict
     last = max(int(kill[2]) for kill in kills) + 1
     given = [[step, i] for end in ends for step, mine in end["done"] for i in mine if step >= last]
     assert sorted(given) == [each for each in EVERY if each[0] >= last]
+
+
+@pytest.mark.parametrize(
+    ("kills", "left"),
+    [
+        (["1:1:forward", "wait:3"], 3),
+        (["0:1:reduced", "wait:2"], 3),
+        (["2:1:saved", "1:1:stepped", "wait:3", "saves"], 3),
+        (["1:1:data", "wait:2", "1+:3:forward", "wait:4"], 3),
+        (["1:1:data", "wait:2", "0:3:stepped", "2:3:saved", "saves"], 1),
+    ],
+    ids=str,
+)
+def test_a_lost_rank_joins_again(
+    tmp_path: Path, kills: list[str], left: int, alone: dict[str, Any]
+) -> None:
+    """At a checkpoint; also after a second loss, and beside one."""
+    ranks = sum(":" in kill and not kill.startswith("wait") for kill in kills) if left == 3 else 1
+    launch(tmp_path / "out", 3, "invariant", *kills, rejoin=ranks).ok()
+    ends = told(tmp_path / "out")
+    assert [end["world_size"] for end in ends] == [left] * left
+    for end in ends:
+        for name in ("sha256", "lr"):
+            assert end[name] == alone[name], name
 
 
 def test_a_stopped_rank_is_left_behind(tmp_path: Path, alone: dict[str, Any]) -> None:

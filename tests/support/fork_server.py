@@ -31,6 +31,7 @@ from typing import Any
 
 import pytest
 
+from gradsync.commands.launch.worker import PROGRAM
 from support import processes
 from support.launchers import (
     ABORT_GRACE_S,
@@ -199,7 +200,10 @@ class _ForkedRank(subprocess.Popen[bytes]):
     """What torch's agent takes for a fresh interpreter is a fork of the agent's process."""
 
     def __init__(self, args: Sequence[str], env: dict[str, str], **streams: Any) -> None:
-        self._words = (tuple(args[2:]), env)  # without the interpreter and its -u
+        words = tuple(args[2:])  # without the interpreter and its -u
+        if PROGRAM in words[:4]:  # the worker would replace itself by another interpreter
+            words = words[words.index(PROGRAM) + 2 :]
+        self._words = (words, env)
         self._streams = (streams["stdout"], streams["stderr"])
         super().__init__(args, env=env, **streams)
 

@@ -1,7 +1,10 @@
 """A rank that trains on after losses; its program kills ranks: `RANK:STEP:PLACE …`, by their first
-numbers. It writes what it did to `OUT/RANK.json`.
+numbers, with a + for each time that they were started again. It writes what it did to
+`OUT/RANK.json`.
 
     survivor.py OUT STRATEGY[:own] [KILL …]        own: loss.backward(), optimizer.step()
+
+`wait:STEP` among the kills: before that step rank 0 waits for a rank that was started again.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,8 +32,8 @@ STEPS, MICRO_BATCHES = 6, 8
 
 def main(out: str, strategy: str, *kills: str) -> None:
     strategy, _, own = strategy.partition(":")
-    me = os.environ.get("RANK", "0")
-    now = 0
+    me = os.environ.get("RANK", "0") + "+" * int(os.environ.get("GRADSYNC_REJOIN", "0"))
+    now, first = 0, int(os.environ.get("WORLD_SIZE", "1"))
 
     def dies(place: str) -> None:
         if f"{me}:{now}:{place}" in kills:
@@ -57,16 +61,24 @@ def main(out: str, strategy: str, *kills: str) -> None:
         group = cast("Any", recovery)._group
         regroup = group.regroup
 
-        def dying_regroup(number: int, members: list[int]) -> None:
+        def dying_regroup(number: int, presences: list[Any]) -> None:
             dies("remade")
-            regroup(number, members)
+            regroup(number, presences)
 
         group.regroup = dying_regroup
         data = TensorDataset(torch.randn(STEPS * 16, 8), torch.randint(4, (STEPS * 16,)))
         loader = gs.loader(data, world, global_batch_size=16, micro_batch_size=2, num_epochs=1)
         done, losses, draws = [], [], []
+        parts = {"model": model, "optimizer": optimizer, "loader": loader}
+        steps, state = gs.load(Path(out, "checkpoints"), **parts)
+        if state:
+            scheduler.load_state_dict(state)
         for batch in loader:
             now = batch.number
+            while f"wait:{now}" in kills and world.is_main and world.world_size < first:
+                if recovery.one_waits():
+                    break
+                time.sleep(0.01)
             torch.rand(3)
             for attempt in sync.attempts(batch):
                 with attempt:
@@ -82,13 +94,20 @@ def main(out: str, strategy: str, *kills: str) -> None:
                                 sync.backward(loss, micro_batch)
                         mine.append(micro_batch.index)
                     dies("backward")
+                    waits = False
                     if own:
                         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                         optimizer.step()
                         optimizer.zero_grad()
                     else:
-                        sync.step(optimizer, clip_norm=1.0)
+                        waits = sync.step(optimizer, clip_norm=1.0).rank_waits
                     scheduler.step()
+            steps += 1
+            dies("stepped")
+            if waits or "saves" in kills:
+                extra = scheduler.state_dict()
+                gs.save(Path(out, "checkpoints"), step=steps, extra=extra, **parts)
+                dies("saved")
             done.append([batch.number, mine])
             draws.append(drawn)
             losses.append(0.0 if own else sync.mean_loss)

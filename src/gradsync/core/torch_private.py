@@ -265,6 +265,13 @@ def rank_processes(agent: Any) -> list[Any]:
     return [each for _, each in sorted(context.subprocess_handlers.items())] if context else []
 
 
+def start_again(agent: Any, number: int, variables: dict[str, str]) -> None:
+    """Start the process of a local rank again, in the environment `variables` and its own."""
+    handler, context = agent._pcontext.subprocess_handlers[number], agent._pcontext
+    handler.proc = handler._popen(handler.proc.args, variables | context.envs[number])
+    agent._worker_group.workers[number].id = handler.proc.pid
+
+
 log_files: Callable[[Any], tuple[Any, Any]] = attrgetter("_stdout", "_stderr")
 """A rank's log files, or None; torch does not close those of successful ranks."""
 

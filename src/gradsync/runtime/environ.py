@@ -23,6 +23,11 @@ def get(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 
 
+def take(name: str) -> str:
+    """One variable, "" when it is unset; it is unset from now on."""
+    return os.environ.pop(name, "")
+
+
 @dataclass
 class exported:  # noqa: N801  used as a function
     """Set `variables` during a `with` block, then restore the previous values.

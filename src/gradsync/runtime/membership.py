@@ -6,7 +6,7 @@ store, which one process serves, so that the first of several proposals wins:
     report     every survivor publishes once: the steps it has committed, and whether it holds the
                whole sums of the next one
     propose    a survivor for which every other member has reported or is dead proposes the members
-               that have reported, with their reports
+               that have reported, with their reports, and whoever waits to join, see `admits`
     follow     the first proposal is the new group; a rank that is not in it leaves the run
 
 [Note: Commit] A rank updates its weights in step k+1 only after a barrier that every rank enters
@@ -32,6 +32,8 @@ class Report:
     """Steps whose update it has made."""
     holds_sums: bool
     """Whether it holds the whole sums of the step after them."""
+    saved: int | None = None
+    """The step of the checkpoint on disk at which it lets others join; None between checkpoints."""
 
 
 class Move(Enum):
@@ -70,5 +72,12 @@ def finishes(rank: int, chosen: Mapping[int, Report]) -> bool:
     mine = chosen[rank]
     if mine.committed == most:
         return all(r.holds_sums and r.committed == most for r in chosen.values())
-    assert mine == Report(most - 1, holds_sums=True), (rank, chosen)
+    assert (mine.committed, mine.holds_sums) == (most - 1, True), (rank, chosen)
     return True
+
+
+def admits(reports: Collection[Report]) -> bool:
+    """Whether ranks that were started again may join the group: every member has stopped at one
+    checkpoint, which has all that they need."""
+    steps = {report.saved for report in reports}
+    return len(steps) == 1 and None not in steps

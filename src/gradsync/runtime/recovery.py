@@ -4,6 +4,7 @@
     report, propose        -> through the rendezvous store (membership.py)
     new group              -> over the members of the first proposal, with ranks numbered anew
     the step               -> finished with the sums that all hold, or begun again
+    a checkpoint           -> ranks that were started again may join the group (rejoin.py)
 
 The store must outlive the lost rank: `gradsync launch` serves it. A rank that raises an exception
 is not lost: its error ends the run, as without this.
@@ -23,11 +24,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
-from gradsync.errors import PeerError
+from gradsync.errors import LostPeerError, PeerError
 from gradsync.runtime.failure import communication_error, symptom
-from gradsync.runtime.membership import Move, Report, finishes, next_move
+from gradsync.runtime.membership import Move, Report, admits, finishes, next_move
 from gradsync.runtime.peers import process_state
-from gradsync.runtime.store import record_of, wait_until
+from gradsync.runtime.rejoin import Admission, Lobby
+from gradsync.runtime.store import Presence, record_of, wait_until
 from gradsync.runtime.watch import REPORT_S
 
 if TYPE_CHECKING:
@@ -48,16 +50,39 @@ class Group(Protocol):
         """The ranks; the same object after a loss, with new numbers."""
         ...
 
-    def suspend(self, number: int) -> tuple[FailureWatch, SignedStore]:
-        """Stop watching, and end all connections, so that the other ranks notice; returns the watch
-        and the records of the `number`-th ballot."""
+    @property
+    def presences(self) -> list[Presence]:
+        """Of the group's ranks, in order."""
         ...
 
-    def regroup(self, number: int, members: Sequence[int]) -> None:
-        """Go on in a group of `members`, ranks of the last one, numbered anew.
+    @property
+    def lobby(self) -> Lobby:
+        """Where ranks wait that were started again."""
+        ...
+
+    @property
+    def scope(self) -> str:
+        """Of the session's records."""
+        ...
+
+    def suspend(self, number: int, *, cut: bool) -> tuple[FailureWatch, SignedStore]:
+        """Stop watching, and with `cut` end all connections, so that the other ranks notice;
+        returns the watch and the records of the `number`-th ballot."""
+        ...
+
+    def regroup(self, number: int, presences: Sequence[Presence]) -> None:
+        """Go on in a group of the ranks with these `presences`, this one among them.
 
         Raises:
             RuntimeError: one of them is lost, too.
+        """
+        ...
+
+    def admission(self) -> Admission | None:
+        """This rank's place in the group, if it waits outside and was admitted.
+
+        Raises:
+            SystemExit: the run is over.
         """
         ...
 
@@ -85,10 +110,18 @@ class Recovery:
         group: the session, open.
         silence_s: after which a silent host counts as lost.
         timeout_s: longest wait for the other survivors.
+        outside: this rank was started again, and waits outside of the group; its number as the
+            launcher counts.
     """
 
-    def __init__(self, group: Group, *, silence_s: float, timeout_s: float) -> None:
+    def __init__(
+        self, group: Group, *, silence_s: float, timeout_s: float, outside: int | None = None
+    ) -> None:
         self._group, self._silence_s, self._timeout_s = group, silence_s, timeout_s
+        first = range(group.world.world_size)
+        self._first, self._names = len(first), [*first] if outside is None else [outside]
+        self.waits_to_join = outside is not None
+        """Whether this rank was started again, and has not joined the others yet."""
         self.generation = 0
         """Groups so far, after the first one."""
         self.committed = 0
@@ -102,8 +135,13 @@ class Recovery:
         self.handles: WeakSet[Handle] = WeakSet()
         """Everything that synchronises a model."""
         self._stale = False
-        self._names: list[int] = []  # the members' first ranks
+        self._admission: Admission | None = None
         self._processes: Mapping[int, int] = {}  # process ids of the last group's other members
+
+    @property
+    def world(self) -> World:
+        """The ranks; the same object after a loss, with new numbers."""
+        return self._group.world
 
     def is_lost(self) -> bool:
         """Whether a rank is lost; the caller then gives up waiting."""
@@ -139,36 +177,42 @@ class Recovery:
             else:
                 self._stale = False
 
-    def recover(self, error: BaseException, *, holds_sums: bool = False) -> bool:
+    def recover(
+        self, error: BaseException | None, *, holds_sums: bool = False, saved: int | None = None
+    ) -> bool:
         """Form a group without the lost ranks; returns whether this rank finishes the step.
 
         Args:
-            error: what a collective raised.
+            error: what a collective raised; None at a checkpoint, to let others join.
             holds_sums: whether this rank holds the whole sums of the step.
+            saved: the step of the checkpoint on disk at which it lets others join.
 
         Raises:
             PeerError: another rank's own failure ends the run, or the store is gone.
             RuntimeError: `error`, if no rank is lost, or one neither comes nor ends in time.
         """
         group, began = self._group, time.monotonic()
-        finish = False
-        if not self._names:
-            self._names = list(range(group.world.world_size))
         while True:
             self.generation += 1
             world, lost = group.world, set(range(group.world.world_size))
-            chosen = self._agree(Report(self.committed, holds_sums), error)
-            finish = finishes(world.rank, chosen)
-            holds_sums = finish
+            chosen, joining = self._agree(Report(self.committed, holds_sums, saved), error)
+            finish = holds_sums = finishes(world.rank, chosen)
             lost -= chosen.keys()
-            if not lost:
+            if error is not None and not lost and not joining:
                 raise error
+            names = [self._names[rank] for rank in sorted(chosen)] + [*joining]
+            presences = [group.presences[rank] for rank in sorted(chosen)] + [*joining.values()]
             if world.rank == min(chosen):
                 self._end(lost)
-                self._tell(sorted(lost), len(chosen), error, began, finish=finish)
-            self._names = [self._names[rank] for rank in sorted(chosen)]
+                took_s = time.monotonic() - began
+                self._tell(sorted(lost), [*joining], len(names), error, took_s, finish=finish)
+            if joining:
+                most = max(report.committed for report in chosen.values())
+                place = (self.generation, saved or 0, most, names, presences, group.scope)
+                group.lobby.admit([*joining.values()], Admission(*place))
+            self._names, saved = names, None
             try:
-                group.regroup(self.generation, sorted(chosen))
+                group.regroup(self.generation, presences)
                 break
             except RuntimeError as again:
                 if communication_error(again) is None:
@@ -178,11 +222,71 @@ class Recovery:
         log.info("rank %d goes on after %.2f s", world.rank, time.monotonic() - began)
         return finish
 
-    def _agree(self, mine: Report, error: BaseException) -> Mapping[int, Report]:
-        """The new members, with their reports, by their rank in the group that has ended."""
+    def let_join(self, step: int, ask: Callable[[], bool]) -> bool:
+        """At a checkpoint, on all ranks: take in those that were started again and wait. Returns
+        False if a rank was lost meanwhile, which the others have recovered from.
+
+        Args:
+            step: of the checkpoint.
+            ask: rank 0's answer on every rank: whether one waits, and the checkpoint is on disk.
+        """
+        try:
+            if ask():
+                self.recover(None, saved=step)
+        except RuntimeError as error:
+            if communication_error(error) is None:
+                raise
+            self.recover(error)
+            return False
+        finally:
+            self.rebind(again=True)
+        return True
+
+    def one_waits(self) -> bool:
+        """Whether a rank that was started again waits to join; asks for lost ranks only."""
+        lost = [name for name in range(self._first) if name not in self._names]
+        return bool(lost and self._group.lobby.waiting(lost))
+
+    def wait_outside(self) -> int:
+        """Wait until the others admit this rank; returns the step of the checkpoint to load.
+
+        Raises:
+            SystemExit: the run is over.
+        """
+        began = time.monotonic()
+        _say(f"rank {self._names[0]}, started again, waits for the others' next checkpoint")
+        while (admission := self._group.admission()) is None:
+            time.sleep(10 * _LOOK_S)
+        self._admission = admission
+        log.info("admitted after %.2f s", time.monotonic() - began)
+        return admission.step
+
+    def join(self) -> None:
+        """Enter the group that has admitted this rank, with the checkpoint loaded."""
+        admission = self._admission
+        assert admission is not None, "wait_outside"
+        self.generation, self.committed = admission.generation, admission.committed
+        self._names, self._first = admission.names, max(self._first, *admission.names) + 1
+        self.waits_to_join = False
+        try:
+            self._group.regroup(self.generation, admission.presences)
+        except RuntimeError as error:
+            if communication_error(error) is None:
+                raise
+            self.recover(error)
+        self._stale, self.recovered = True, self.generation
+        self.rebind(again=True)
+
+    def _agree(
+        self, mine: Report, error: BaseException | None
+    ) -> tuple[Mapping[int, Report], Mapping[int, Presence]]:
+        """The new members, with their reports, by their rank in the group that has ended; and those
+        that join them, by the launcher's number."""
         from torch.distributed import DistError
 
-        watch, records = self._group.suspend(self.generation)
+        if not self._group.world.is_distributed:
+            return {0: mine}, self._waiting([mine])
+        watch, records = self._group.suspend(self.generation, cut=error is not None)
         rank, peers = self._group.world.rank, watch.peers
         self._processes = peers.pids
         members, began, told = range(peers.world_size), time.monotonic(), False
@@ -199,18 +303,20 @@ class Recovery:
                 }
                 missing = [each for each in members if each not in found]
                 left = set(missing).intersection(peers.left() if missing else ())
-                if left and not mine.holds_sums:
-                    raise error  # it does not take part in this step, and is not lost
+                if left and not mine.holds_sums:  # it does not take part in this step; not lost
+                    raise error or LostPeerError(f"rank(s) {sorted(left)} have left")
                 # Whoever has left in good order while others hold a step's sums has committed it.
                 dead = left | peers.lost(missing, self._silence_s)
                 text = records.get("members")
-                chosen = None if text is None else _members(text)
-                match next_move(rank, members, found, dead, chosen):
+                chosen, joining = ({}, {}) if text is None else _proposal(text)
+                match next_move(rank, members, found, dead, chosen or None):
                     case Move.PROPOSE:
+                        joining = self._waiting([*found.values()])
                         proposal = {each: asdict(report) for each, report in found.items()}
-                        records.claim("members", json.dumps(proposal))
+                        who = {name: asdict(presence) for name, presence in joining.items()}
+                        records.claim("members", json.dumps([proposal, who]))
                     case Move.JOIN:
-                        return chosen or {}
+                        return chosen, joining
                     case Move.LEAVE:
                         _say(
                             f"rank {rank}: the others took this rank for dead and went on: it ends"
@@ -219,13 +325,18 @@ class Recovery:
                     case Move.WAIT:
                         waited_s = time.monotonic() - began
                         if waited_s > self._timeout_s:
-                            raise error
+                            raise error or LostPeerError(f"rank(s) {missing} did not come")
                         if waited_s > REPORT_S and not told:
                             told = True
                             _say(f"rank {rank} waits for {missing} to abandon the step")
                         time.sleep(_LOOK_S)
         except DistError as gone:
             raise PeerError(peers.server_obituary(gone)) from error
+
+    def _waiting(self, reports: Sequence[Report]) -> Mapping[int, Presence]:
+        """Who may join a group of ranks with these reports."""
+        lost = [name for name in range(self._first) if name not in self._names]
+        return self._group.lobby.waiting(lost) if admits(reports) else {}
 
     def _end(self, lost: set[int]) -> None:
         """Kill lost ranks of this host that are only stopped: they hold files and locks."""
@@ -238,24 +349,32 @@ class Recovery:
     def _tell(
         self,
         lost: list[int],
+        joining: list[int],
         num_left: int,
-        error: BaseException,
-        began: float,
+        error: BaseException | None,
+        took_s: float,
         *,
         finish: bool,
     ) -> None:
-        words = "finish" if finish else "repeat"
-        names = ", ".join(str(self._names[rank]) for rank in lost)
-        said = symptom(communication_error(error) or error)
-        _say(
-            f"lost rank(s) {names} in step {self.committed + 1} ({said}); {num_left} rank(s) "
-            f"{words} it, agreed after {time.monotonic() - began:.2f} s"
-        )
+        told = []
+        if lost:
+            names = ", ".join(str(self._names[rank]) for rank in lost)
+            said = "" if error is None else f" ({symptom(communication_error(error) or error)})"
+            told.append(f"lost rank(s) {names} in step {self.committed + 1}{said}")
+        if joining:
+            told.append(f"rank(s) {', '.join(map(str, joining))} join")
+        what = "go on" if error is None else "finish it" if finish else "repeat it"
+        words = f"{num_left} rank(s) {what}, agreed after {took_s:.2f} s"
+        _say("; ".join([*told, words]))
 
 
 def _say(line: str) -> None:
     print(f"gradsync: {line}", file=sys.stderr, flush=True)
 
 
-def _members(text: bytes) -> dict[int, Report]:
-    return {int(rank): Report(**report) for rank, report in json.loads(text).items()}
+def _proposal(text: bytes) -> tuple[dict[int, Report], dict[int, Presence]]:
+    reports, joining = json.loads(text)
+    return (
+        {int(rank): Report(**report) for rank, report in reports.items()},
+        {int(name): Presence(**presence) for name, presence in joining.items()},
+    )

@@ -31,6 +31,7 @@ import psutil
 from gradsync.errors import RendezvousError
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.network import address_of, own_address
+from gradsync.runtime.rejoin import Lobby
 from gradsync.runtime.resolve import Resolution
 from gradsync.runtime.store import LEFT, SignedStore, host_store, join_store, token_of, wait_until
 from gradsync.world import World
@@ -51,6 +52,7 @@ class Meeting:
         token: the job's; every key's prefix comes from it and the generation.
         hosted_by_agent: the launcher serves the store.
         note: file to remove once all ranks have joined.
+        rejoins: this process was started again, and joins the program's first session.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Meeting:
         generation: str,
         hosted_by_agent: bool,
         note: Path | None = None,
+        rejoins: bool = False,
     ) -> None:
         import torch.distributed as dist
 
@@ -78,30 +81,40 @@ class Meeting:
         job = f"gradsync/{SignedStore(client, token, generation).name('prefix')}"
         # A store that outlives the session (torchrun's) still holds its keys when the same
         # processes open another one. Each rank counts its own sessions, and all count alike.
-        session = dist.PrefixStore(job, client).add(f"sessions/{world.rank}", 1)
-        self._prefix, self._client = f"{job}/{session}", client
+        counter = f"sessions/{world.rank}"
+        session = 1 if rejoins else dist.PrefixStore(job, client).add(counter, 1)
+        self._session = self._prefix = f"{job}/{session}"
+        self._client, self.scope = client, f"{generation}/{session}"
         self.store: Any = dist.PrefixStore(self._prefix, client)
-        self.records = SignedStore(self.store, token, f"{generation}/{session}")
+        self.records = SignedStore(self.store, token, self.scope)
+        self.lobby = Lobby(SignedStore(self.store, token, f"{self.scope}/lobby"))
+
+    def learn_scope(self, scope: str) -> None:
+        """Sign records of this session from now on with `scope`, which all of its ranks know."""
+        self.scope = self.records.scope = scope
 
     def ballot(self, number: int) -> SignedStore:
         """The records by which survivors agree on the group after the `number`-th loss."""
         import torch.distributed as dist
 
         records = self.records.over(
-            dist.PrefixStore(f"{self._prefix}/ballot-{number}", self._client)
+            dist.PrefixStore(f"{self._session}/ballot-{number}", self._client)
         )
-        records.scope = f"{records.scope}/{number}"
+        records.scope = f"{self.scope}/ballot-{number}"
         return records
 
     def begin_group(self, number: int, world: World) -> None:
         """Use keys of its own for the group after the `number`-th loss."""
         import torch.distributed as dist
 
-        scope = f"{self.records.scope}/{number}"
-        self._prefix, self._world = f"{self._prefix}/{number}", world
+        self._prefix, self._world = f"{self._session}/{number}", world
         self.store = dist.PrefixStore(self._prefix, self._client)
         self.records = self.records.over(self.store)
-        self.records.scope = scope
+        self.records.scope = f"{self.scope}/{number}"
+
+    def tell_launcher(self, key: str) -> None:
+        """Set a key that the launcher, which serves the store, reads."""
+        self._client.set(key, "1")
 
     def second_connection(self) -> SignedStore:
         """The records over a thread's own connection: one must not block the other."""
@@ -139,13 +152,16 @@ class Meeting:
         self.store = self._server = self._client = None
 
 
-def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -> Meeting:
+def meet(
+    env: Mapping[str, str], resolution: Resolution, *, deadline_s: float, rejoins: bool = False
+) -> Meeting:
     """Find the other ranks as the launcher allows.
 
     Args:
         env: environment variables.
         resolution: this process's place.
         deadline_s: monotonic clock, seconds; nothing here waits beyond it.
+        rejoins: see `Meeting`.
 
     Raises:
         LaunchError: no way to find rank 0 is given.
@@ -182,6 +198,7 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
         generation=resolution.generation,
         hosted_by_agent=plan.hosted_by_agent,
         note=note,
+        rejoins=rejoins,
     )
 
 

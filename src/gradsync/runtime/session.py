@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import logging
 import os
 import socket
@@ -19,7 +20,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -42,6 +43,7 @@ from gradsync.runtime.machine import choose_threads, keep_freed_memory, pin_thre
 from gradsync.runtime.network import PeerConnections, interface_towards
 from gradsync.runtime.peers import Peers
 from gradsync.runtime.recovery import Recovery
+from gradsync.runtime.rejoin import REJOIN, Admission, Lobby, joined_key
 from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
@@ -120,7 +122,10 @@ class Session:
         self._stack = ExitStack()
         self._meeting: Meeting | None = None
         self._group: Any = None
-        self._presences: list[Presence] = []
+        self.presences: list[Presence] = []
+        """Of the ranks of the group, in order."""
+        self._me: Presence | None = None
+        self._joined_key = ""
         self._connections: Any = None
         self._interface = ""
         self.watch: FailureWatch | None = None
@@ -165,6 +170,7 @@ class Session:
         self._world = World()  # rank 0 reports if the next line raises
         resolution = resolve(self._env)
         self._world = resolution.world
+        again = environ.take(REJOIN) if self.options.on_loss == "shrink" else ""
         name_warnings(self._stack)
         if self.options.keep_memory:  # before the rendezvous, which starts threads
             keep_freed_memory()
@@ -175,7 +181,9 @@ class Session:
         device = device_here(self.options.device, self.world.local_rank)
         self._backend = choose_backend(self.options.backend, device)
         try:
-            if self.world.is_distributed:
+            if again:
+                self._wait_outside(resolution, again)
+            elif self.world.is_distributed:
                 self._join(resolution)
             else:
                 self._set_up_compute(self.world)
@@ -186,7 +194,9 @@ class Session:
             if self.options.on_loss == "shrink":
                 self._refuse_shrink()
                 times = {name: getattr(self.options, name) for name in ("silence_s", "timeout_s")}
-                self._world = replace(self.world, recovery=Recovery(self, **times))
+                name = resolution.world.rank if again else None
+                recovery = Recovery(self, **times, outside=name)
+                self._world = replace(self.world, recovery=recovery)
         except BaseException as error:
             say_interrupted(error)
             self._stack.close()
@@ -218,6 +228,7 @@ class Session:
         cause = None
         if orderly:
             self._put_hook_back()
+            self._close_lobby()
         else:  # the error that ends the session may end the program
             self._hook()
         try:
@@ -242,6 +253,13 @@ class Session:
         if cause is not None:
             raise cause from cause.__cause__
 
+    def _close_lobby(self) -> None:
+        """Let ranks that wait to join leave, too."""
+        if self._meeting is not None and self.world.recovery is not None:
+            with suppress(RuntimeError):  # the store is gone
+                if not self.world.waits_to_join:
+                    self._meeting.lobby.close()
+
     def _hook(self) -> None:
         launched, rank = self._env.get("ROLE_NAME") == LAUNCHED, self.world.rank
         if launched or self.world.is_distributed:
@@ -263,17 +281,16 @@ class Session:
         # local rank.
         if not resolution.reading.needs_hosts:
             self._set_up_compute(world)
-        identity = device_identity(self.world.device_name, self._env.get("NCCL_HOSTID", ""))
         presences = check_in(
             meeting.records,
-            Presence(socket.gethostname(), identity, os.getpid(), token_hex()),
+            self._introduce(),
             rank=world.rank,
             world_size=world.world_size,
             deadline_s=deadline_s,
             hosted_by_agent=meeting.hosted_by_agent,
         )
         meeting.everyone_is_here()
-        meeting.records.scope = sha256(repr(presences).encode()).hexdigest()
+        meeting.learn_scope(sha256(repr(presences).encode()).hexdigest())
         hosts = [presence.host for presence in presences]
         if resolution.reading.needs_hosts:
             self._set_up_compute(place(world, hosts, trust_local=resolution.reading.trust_local))
@@ -287,18 +304,48 @@ class Session:
             check_reach(
                 meeting.records, self.world, hosts, interface=self._interface, deadline_s=deadline_s
             )
-        self._presences = presences
-        self.stacks.private_name = meeting.records.name("stacks")
+        self.presences = presences
+        self._undo_group_at_end()
+        self._begin_group(meeting)
+
+    def _introduce(self) -> Presence:
+        """What this rank announces."""
+        identity = device_identity(self.world.device_name, self._env.get("NCCL_HOSTID", ""))
+        self._me = Presence(socket.gethostname(), identity, os.getpid(), token_hex())
+        return self._me
+
+    def _undo_group_at_end(self) -> None:
         self._stack.callback(self._destroy_group)
         self._stack.callback(wait_until_workers_sleep)
         os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
-        self._begin_group(meeting)
+
+    def _wait_outside(self, resolution: Resolution, count: str) -> None:
+        """Be one rank alone, in a process that was started again, the `count`-th time; see
+        rejoin.py."""
+        deadline_s = time.monotonic() + self.options.rendezvous_timeout_s
+        self._connections = PeerConnections(self.options.silence_s)
+        meeting = meet(self._env, resolution, deadline_s=deadline_s, rejoins=True)
+        self._meeting = meeting
+        self._stack.callback(meeting.close)
+        self._connections.learn()
+        self._set_up_compute(self.world)
+        self._interface = self._env.get("GLOO_SOCKET_IFNAME", "") or "lo"
+        keys = [f"here/{rank}" for rank in range(self.world.world_size)]
+        # Of all ranks at the start; those that joined later are in `Lobby`.
+        self.presences = [Presence(**json.loads(t)) for t in meeting.records.get_all(keys)]
+        self._undo_group_at_end()
+        name = self.world.rank
+        self._joined_key = joined_key(name, count)
+        alone = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
+        self._world = replace(self.world, **alone, node_rank=0, num_nodes=1)
+        meeting.lobby.announce(name, self._introduce())
 
     def _begin_group(self, meeting: Meeting) -> None:
         """Make the process group of the ranks that are present, and watch them."""
         from gradsync.core.torch_private import num_issued
 
         world, options = self.world, self.options
+        self.stacks.private_name = meeting.records.name("stacks")
         store = meeting.second_connection()
         self._connections.learn()
         peers = Peers(
@@ -306,8 +353,8 @@ class Session:
             rank=world.rank,
             world_size=world.world_size,
             hosted_by_agent=meeting.hosted_by_agent,
-            processes={o: it for o, it in enumerate(self._presences) if o != world.rank},
-            hosts=[] if world.one_host else [each.host for each in self._presences],
+            processes={o: it for o, it in enumerate(self.presences) if o != world.rank},
+            hosts=[] if world.one_host else [each.host for each in self.presences],
             connections=self._connections,
             all_here=options.on_loss == "shrink",
         )
@@ -347,36 +394,65 @@ class Session:
         if (recovery := self.world.recovery) is not None:
             recovery.lost = True
 
-    def suspend(self, number: int) -> tuple[FailureWatch, SignedStore]:
+    @property
+    def lobby(self) -> Lobby:
+        """See `recovery.Group`."""
+        assert self._meeting is not None, "ranks have met"
+        return self._meeting.lobby
+
+    @property
+    def scope(self) -> str:
+        """See `recovery.Group`."""
+        assert self._meeting is not None, "ranks have met"
+        return self._meeting.scope
+
+    def suspend(self, number: int, *, cut: bool) -> tuple[FailureWatch, SignedStore]:
         """See `recovery.Group`."""
         assert self.watch is not None, "there are other ranks"
         assert self._meeting is not None, "there are other ranks"
         self.watch.stop()
-        self._cut()
+        if cut:
+            self._cut()
         return self.watch, self._meeting.ballot(number)
 
-    def regroup(self, number: int, members: Sequence[int]) -> None:
+    def admission(self) -> Admission | None:
+        """See `recovery.Group`."""
+        meeting, me = self._meeting, self._me
+        assert meeting is not None, "this rank has announced itself"
+        assert me is not None, "this rank has announced itself"
+        if (found := meeting.lobby.admission(me)) is not None:
+            meeting.learn_scope(found.scope)
+            return found
+        if self.world.should_stop or meeting.lobby.is_over(self.presences):
+            log.warning("the run ended before this rank, which was started again, could join it")
+            raise SystemExit(0)
+        return None
+
+    def regroup(self, number: int, presences: Sequence[Presence]) -> None:
         """See `recovery.Group`."""
         from gradsync.core.torch_private import process_groups
 
-        meeting, world = self._meeting, self.world
+        meeting, world, me = self._meeting, self.world, self._me
         assert meeting is not None, "there were other ranks"
+        assert me is not None, "it has met them"
         wait_until_workers_sleep()  # [Note: Destroying a gloo group]
         if world.recovery.abandoned:
             _keep_forever(process_groups())  # a worker still waits: the destructor would join it
         self._destroy_group()
         world.recovery.lost = world.recovery.abandoned = False
-        self._presences = [self._presences[rank] for rank in members]
+        self.presences = [*presences]
         ones = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
-        rank = members.index(world.rank)
-        among = replace(world, rank=rank, world_size=len(members), **ones)
-        hosts = [each.host for each in self._presences]
+        rank, size = self.presences.index(me), len(self.presences)
+        among = replace(world, rank=rank, world_size=size, **ones)
+        hosts = [each.host for each in self.presences]
         world.become(place(among, hosts, trust_local=False))
         meeting.begin_group(number, world)
         if world.is_distributed:
             self._begin_group(meeting)
         else:
             self.watch = None
+        if self._joined_key:
+            meeting.tell_launcher(self._joined_key)
 
     def _set_up_compute(self, world: World) -> None:
         import torch

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from gradsync.comm.groups import communicator
 from gradsync.data.micro_batch import Batch
 from gradsync.errors import ConfigError
 from gradsync.runtime.failure import communication_error
@@ -33,6 +34,11 @@ class Attempt:
 
     def __enter__(self) -> Attempt:
         if self._recovery is not None:
+            if self._recovery.waits_to_join:
+                raise ConfigError(
+                    "this rank was started again, and joins the others in gs.load: call it before "
+                    "the first step"
+                )
             self._recovery.rebind()  # a step of the user's loop has used its gradients by now
             self._refuse_half_a_step()
             self._generators.enter_context(kept_generators())
@@ -44,10 +50,12 @@ class Attempt:
         recovery = self._recovery
         if recovery is None:
             return False
-        recovery.in_attempt = False
         committed, recovered = self._before
         if error is None:
             self._refuse_half_a_step()
+            if not self._batches and recovery.committed == committed:
+                error = self._end_together(recovery)
+        recovery.in_attempt = False
         if error is None or recovery.committed > committed or communication_error(error) is None:
             self._generators.pop_all()
             return False
@@ -61,6 +69,17 @@ class Attempt:
         self._generators.close()
         self.failed = True
         return True
+
+    def _end_together(self, recovery: Recovery) -> BaseException | None:
+        """Without a step, as in an evaluation: all ranks have done all of the block, or none has.
+        Returns the error after which it begins again. One barrier of the whole group."""
+        try:
+            recovery.commit(lambda: communicator(recovery.world).barrier())
+        except RuntimeError as error:
+            if communication_error(error) is None:
+                raise
+            return error
+        return None
 
     def _refuse_half_a_step(self) -> None:
         """A loss would drop the sums of batches that are not dealt again."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradsync.checkpoint.background import BackgroundWriter
 from gradsync.comm.base import Communicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.core.torch_private import version
@@ -459,7 +460,9 @@ class GradientSync:
         """
         self._refuse_in_step("state_dict")
         keep = self.comm.rank == 0 or not rank0_only
-        return whole_state(self.replica, self.comm, optimizer, keep=keep)
+        # Under on_loss="shrink" each rank holds all, and a loss must not end the run here.
+        comm = self.comm if self.world.recovery is None else SingleCommunicator()
+        return whole_state(self.replica, comm, optimizer, keep=keep)
 
     def load_state_dict(
         self, state: Mapping[str, Any], optimizer: Optimizers | None = None

@@ -22,6 +22,7 @@ from gradsync.checkpoint.weights import clean_names
 from gradsync.comm.values import broadcast_tensors, from_rank_0
 from gradsync.core.files import one_line
 from gradsync.errors import CheckpointError, ConfigError
+from gradsync.runtime.failure import communication_error
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
 from gradsync.sync.state_dict import is_extra_state
 from gradsync.sync.step import Optimizers
@@ -43,7 +44,7 @@ def save(
 
     All ranks call it, between two steps; rank 0 writes. The step waits for a copy only. The next
     save waits for the write, and so does `sync.close`. After a step whose result says `stop`, it is
-    written on return.
+    written on return. Under `gs.init(on_loss="shrink")` ranks that were started again join here.
 
     Args:
         folder: of this model's checkpoints; no other run or model may write there.
@@ -68,9 +69,71 @@ def save(
         raise ConfigError(f"gs.save: step is {step!r}; expected the number of steps done, an int")
     if loader is not None and not hasattr(loader, "state_dict"):
         raise ConfigError(f"gs.save: {type(loader).__name__} has no state_dict; give gs.loader's")
-    state = handle.state_dict(optimizer, rank0_only=True)
-    if handle.comm.rank != 0:
-        return
+    recovery = handle.world.recovery
+    if recovery is None:
+        state = handle.state_dict(optimizer, rank0_only=True)
+        if handle.comm.rank == 0:
+            _write(handle, place, step, state, loader, extra, keep_last)
+    elif not recovery.waits_to_join:
+        _save_or_recover(handle, place, step, optimizer, loader, extra, keep_last)
+
+
+def _save_or_recover(
+    handle: GradientSync,
+    place: Path,
+    step: int,
+    optimizer: Optimizers | None,
+    loader: Any,
+    extra: Any,
+    keep_last: int,
+) -> None:
+    """Save under `on_loss="shrink"`, where every rank holds the whole state: a rank that is lost
+    meanwhile does not end the run. Those that were started again join."""
+    recovery = handle.world.recovery
+
+    def write() -> None:
+        state = handle.state_dict(optimizer, rank0_only=True)
+        if handle.comm.rank == 0:
+            _write(handle, place, step, state, loader, extra, keep_last)
+
+    def one_waits() -> bool:
+        if found := recovery.one_waits():
+            handle.writers[place].wait()
+        return found
+
+    was_rank_0 = handle.comm.rank == 0
+    write()
+    before = recovery.generation
+    # Whole group, from rank 0: whether a rank waits.
+    if not recovery.let_join(step, lambda: from_rank_0(handle.comm, one_waits)):
+        if not was_rank_0:
+            write()  # rank 0 may be the lost one
+    elif recovery.generation > before:
+        _compare(handle, optimizer, step)
+
+
+def _compare(handle: GradientSync, optimizer: Optimizers | None, step: int) -> None:
+    """Compare the bits of a rank that has joined with those of the others."""
+    recovery = handle.world.recovery
+    try:
+        handle.check_replicas(optimizer, step=step)
+    except RuntimeError as error:
+        if communication_error(error) is None:
+            raise
+        recovery.recover(error)
+        recovery.rebind(again=True)
+
+
+def _write(
+    handle: GradientSync,
+    place: Path,
+    step: int,
+    state: Mapping[str, Any],
+    loader: Any,
+    extra: Any,
+    keep_last: int,
+) -> None:
+    """Write a checkpoint in the background, or at once if the run stops; on rank 0."""
     others = {name: part for name, part in state["model"].items() if is_extra_state(name)}
     given = {
         "optimizer": {key: part for key, part in state.items() if key != "model"},
@@ -100,7 +163,8 @@ def load(
     """Restore the newest good checkpoint that `gs.save` wrote, on any number of ranks.
 
     All ranks call it after `gs.replicate`; rank 0 reads, checks every byte, and sends the others
-    what it read.
+    what it read. A rank that was started again waits here for the others' next `gs.save`, and joins
+    them.
 
     Args:
         folder: as for `save`, or one `step-…` in it.
@@ -119,6 +183,9 @@ def load(
         DataError: on all ranks: the loader reads other data.
     """
     handle, place = _handle_of(model), Path(folder).absolute()
+    recovery = handle.world.recovery
+    joins = recovery is not None and recovery.waits_to_join
+    expected = recovery.wait_outside() if joins else None
     tensors: dict[str, Tensor] = {}
 
     def read() -> dict[str, Any] | None:
@@ -145,6 +212,10 @@ def load(
         return {"path": str(path), "step": snapshot.step, "script": snapshot.state["script"]}
 
     header = from_rank_0(handle.comm, read)
+    if joins and (header is None or header["step"] != expected):
+        raise CheckpointError(
+            f"{place}: the others saved step {expected} for this rank to join at, and it is not here"
+        )
     if header is None:
         return 0, None
     tensors = broadcast_tensors(handle.comm, tensors)
@@ -164,6 +235,9 @@ def load(
     handle.load_state_dict(state, optimizer)
     if loader is not None:
         loader.load_state_dict(position)
+    if joins:
+        recovery.join()
+        _compare(handle, optimizer, header["step"])
     return header["step"], extra
 
 

@@ -140,6 +140,9 @@ class StepResult:
     """False if no rank had a gradient for any parameter."""
     late: bool = False
     """Whether any rank's `StepCall` was late."""
+    rank_waits: bool = False
+    """Under `gs.init(on_loss="shrink")`: whether a lost rank was started again, and waits for
+    `gs.save` to join there."""
 
 
 def take_step(parts: StepParts, call: StepCall) -> StepResult:
@@ -210,6 +213,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         discarded=agreed.discard,
         had_gradients=any(agreed.used),
         late=agreed.late,
+        rank_waits=agreed.rank_waits,
     )
 
 
@@ -228,6 +232,7 @@ def _metadata(
         discard=call.discard,
         changed=watch is not None and watch.changed(),
         late=call.late,
+        rank_waits=_one_waits(parts),
         marks={
             "model": parts.number,
             "data": mark_of(order.encode()) if order else None,
@@ -236,6 +241,11 @@ def _metadata(
             "buffers": parts.buffers.mark,
         },
     )
+
+
+def _one_waits(parts: StepParts) -> bool:
+    """Whether a rank that was started again waits to join, as rank 0 knows."""
+    return parts.recovery is not None and parts.comm.rank == 0 and parts.recovery.one_waits()
 
 
 def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:

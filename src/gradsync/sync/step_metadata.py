@@ -56,6 +56,8 @@ class StepMetadata:
     """Whether weights changed since the last step; of all, also if samples of weights differ."""
     late: bool = False
     """Whether this rank (any rank) takes part only in its optimizer's own step."""
+    rank_waits: bool = False
+    """Whether a rank that was started again waits to join; rank 0 knows."""
     marks: Mapping[str, int | None]
     """Numbers from `mark_of`, with the same names on all ranks; None where this rank has nothing to
     compare. "model" is the number of the handle; "weights" are samples of them."""
@@ -66,13 +68,13 @@ class StepMetadata:
 def agree_on_metadata(comm: Communicator, mine: StepMetadata) -> StepMetadata:
     """What all ranks told, equal on all of them: one all-reduce, whole group, on the CPU.
 
-    float64 [5 + 5 marks + loss + parameters + counts]. Never waits for the device; overlaps the
+    float64 [6 + 5 marks + loss + parameters + counts]. Never waits for the device; overlaps the
     buckets.
 
     Raises:
         RunError: ranks are at the steps of different models.
     """
-    flags = [mine.stop, mine.discard, mine.changed, mine.late, mine.dealt]
+    flags = [mine.stop, mine.discard, mine.changed, mine.late, mine.rank_waits, mine.dealt]
     powers = [_powers(mark) for mark in mine.marks.values()]
     parts = (flags, *powers, mine.loss, mine.used, mine.counts)
     message = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
@@ -98,10 +100,11 @@ def agree_on_metadata(comm: Communicator, mine: StepMetadata) -> StepMetadata:
             "share a process group must take turns in one order on all ranks; or replicate them "
             "together, as one torch.nn.ModuleList"
         )
-    stop, discard, changed, late = (number > 0 for number in wishes)
+    stop, discard, changed, late, rank_waits = (number > 0 for number in wishes)
     return StepMetadata(
         **{"used": [use > 0 for use in used], "counts": counts, "loss": loss, "dealt": dealt},
         **{"stop": stop, "discard": discard, "late": late, "marks": mine.marks},
+        rank_waits=rank_waits,
         unlike=frozenset(unlike),
         changed=changed or "weights" in unlike,
     )

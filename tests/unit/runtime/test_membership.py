@@ -1,4 +1,5 @@
-"""Who goes on after a loss: every order of events in small groups, 10,000 orders in larger ones.
+"""Who goes on after a loss, and who joins: every order of events in small groups, 10,000 orders in
+larger ones.
 
 The model plays ranks, their collectives and the store; the decisions are the shipped ones. A
 message may arrive late: a collective may complete on one rank and fail on another.
@@ -18,6 +19,8 @@ from gradsync.runtime.membership import Move, Report, next_move
 
 
 class Phase(Enum):
+    OUTSIDE = auto()  # was started again, and waits
+    SAVED = auto()  # has a checkpoint, and asks whether one waits
     WORK = auto()  # has not given its part of the sums
     GIVEN = auto()  # waits for the whole sums
     HOLDS = auto()  # holds them, and waits at the barrier
@@ -33,6 +36,7 @@ class Rank:
     committed: int = 0
     phase: Phase = Phase.WORK
     held: bool = False  # what it has reported
+    saved: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Run:
     deaths: int
     mistakes: int  # live ranks that may still be taken for dead
     steps: int
+    joins: bool = False  # whether there are checkpoints at which others join
     chosen: tuple[tuple[tuple[int, Report], ...], ...] = ()  # after each group
     sent: frozenset[tuple[int, int, Phase, int]] = frozenset()  # (group, step, phase, rank)
     passed: frozenset[tuple[int, int]] = frozenset()  # (step, group) of barriers
@@ -49,20 +54,25 @@ class Run:
     def with_rank(self, rank: int, **changes: object) -> Run:
         ranks = list(self.ranks)
         ranks[rank] = replace(ranks[rank], **changes)
-        if ranks[rank].committed == self.steps and ranks[rank].phase is Phase.WORK:
+        going_on = ranks[rank].phase in (Phase.WORK, Phase.SAVED)
+        if ranks[rank].committed == self.steps and going_on:
             ranks[rank] = replace(ranks[rank], phase=Phase.DONE)
         return replace(self, ranks=tuple(ranks))
 
 
-def started(num_ranks: int, *, deaths: int = 0, mistakes: int = 0, steps: int = 1) -> Run:
+def started(
+    num_ranks: int, *, deaths: int = 0, mistakes: int = 0, steps: int = 1, outside: int = 0
+) -> Run:
     everyone = frozenset(range(num_ranks))
-    return Run((Rank(),) * num_ranks, (everyone,), deaths, mistakes, steps)
+    ranks = (Rank(),) * num_ranks + (Rank(group=-1, phase=Phase.OUTSIDE),) * outside
+    return Run(ranks, (everyone,), deaths, mistakes, steps, outside > 0)
 
 
 def has_left(run: Run, group: int, other: int) -> bool:
     """Whether connections of the group to `other` have ended."""
     it = run.ranks[other]
-    abandoned = it.group == group and it.phase is Phase.VOTES  # else it has yet to join
+    # Else it has yet to join. Who votes at a checkpoint leaves its connections.
+    abandoned = it.group == group and it.phase is Phase.VOTES and not it.saved
     return it.group > group or abandoned or it.phase in (Phase.DEAD, Phase.OUT, Phase.DONE)
 
 
@@ -90,47 +100,79 @@ def votes(run: Run, rank: int, suspects: frozenset[int]) -> Iterator[Run]:
     if move is Move.JOIN:
         assert chosen is not None
         more = int(membership.finishes(rank, chosen))
-        after = {"group": group + 1, "phase": Phase.WORK, "held": False}
+        after = {"group": group + 1, "phase": Phase.WORK, "held": False, "saved": False}
         yield run.with_rank(rank, committed=mine.committed + more, **after)
     elif move is Move.LEAVE:
         yield run.with_rank(rank, phase=Phase.OUT)
     elif move is Move.PROPOSE:
-        reports = tuple((o, Report(ranks[o].committed, ranks[o].held)) for o in sorted(reported))
-        yield replace(
-            run, chosen=(*run.chosen, reports), members=(*run.members, frozenset(reported))
-        )
+        reports = {
+            o: Report(it.committed, it.held, it.committed if it.saved else None)
+            for o, it in sorted(ranks.items())
+            if o in reported
+        }
+        new = {o for o, it in enumerate(run.ranks) if it.phase is Phase.OUTSIDE}
+        new = new if membership.admits(reports.values()) else set()
+        members = (*run.members, frozenset(reported | new))
+        yield replace(run, chosen=(*run.chosen, tuple(reports.items())), members=members)
 
 
-def nexts(run: Run) -> Iterator[Run]:
-    """What may happen next, except deaths."""
+def asks(run: Run, rank: int) -> Iterator[Run]:
+    """At a checkpoint: one rank tells the others whether somebody waits. Any may be that one."""
+    mine = run.ranks[rank]
+    told = {phase for g, step, phase, _ in run.sent if (g, step) == (mine.group, mine.committed)}
+    if not told & {Phase.OUTSIDE, Phase.SAVED}:
+        waits = any(it.phase is Phase.OUTSIDE for it in run.ranks)
+        answer = Phase.OUTSIDE if waits else Phase.SAVED
+        run = replace(run, sent=run.sent | {(mine.group, mine.committed, answer, rank)})
+        told = {answer}
+    if Phase.OUTSIDE in told:
+        yield run.with_rank(rank, phase=Phase.VOTES, saved=True)
+    else:
+        yield run.with_rank(rank, phase=Phase.WORK)
+
+
+def nexts(run: Run, rank: int) -> Iterator[Run]:
+    """What this rank may do next, except die."""
     following = {Phase.WORK: Phase.GIVEN, Phase.GIVEN: Phase.HOLDS, Phase.HOLDS: None}
-    for rank, mine in enumerate(run.ranks):
-        members = run.members[mine.group]
-        if mine.phase in following:
-            needed = {(mine.group, mine.committed, mine.phase, other) for other in members}
-            if mine.phase is Phase.WORK or needed <= run.sent:
-                phase = following[mine.phase]
-                if phase is not None:
-                    yield sends(run, rank, phase)
-                else:
-                    passed = run.passed | {(mine.committed, mine.group)}
-                    after = run.with_rank(rank, committed=mine.committed + 1, phase=Phase.WORK)
-                    yield replace(after, passed=passed)
-            if any(has_left(run, mine.group, other) for other in members if other != rank):
-                yield run.with_rank(rank, phase=Phase.VOTES, held=mine.phase is Phase.HOLDS)
-        elif mine.phase is Phase.VOTES:
-            yield from votes(run, rank, frozenset())
-            alive = (Phase.WORK, Phase.GIVEN, Phase.HOLDS)
-            slow = [o for o in members if run.ranks[o].phase in alive] if run.mistakes else []
-            for other in slow:
-                for after in votes(run, rank, frozenset({other})):
-                    yield replace(after, mistakes=run.mistakes - (after.chosen != run.chosen))
+    mine = run.ranks[rank]
+    members = run.members[mine.group]
+    if mine.phase is Phase.OUTSIDE:
+        for group, reports in enumerate(run.chosen, 1):
+            if rank in run.members[group]:
+                most = max(report.committed for _, report in reports)
+                yield run.with_rank(rank, group=group, committed=most, phase=Phase.WORK)
+    elif mine.phase is Phase.SAVED:
+        yield from asks(run, rank)
+        if any(has_left(run, mine.group, other) for other in members if other != rank):
+            yield run.with_rank(rank, phase=Phase.VOTES)
+    elif mine.phase in following:
+        needed = {(mine.group, mine.committed, mine.phase, other) for other in members}
+        if mine.phase is Phase.WORK or needed <= run.sent:
+            phase = following[mine.phase]
+            if phase is not None:
+                yield sends(run, rank, phase)
+            else:
+                passed = run.passed | {(mine.committed, mine.group)}
+                begins = Phase.SAVED if run.joins else Phase.WORK
+                after = run.with_rank(rank, committed=mine.committed + 1, phase=begins)
+                yield replace(after, passed=passed)
+        if any(has_left(run, mine.group, other) for other in members if other != rank):
+            yield run.with_rank(rank, phase=Phase.VOTES, held=mine.phase is Phase.HOLDS)
+    elif mine.phase is Phase.VOTES:
+        yield from votes(run, rank, frozenset())
+        alive = (Phase.SAVED, Phase.WORK, Phase.GIVEN, Phase.HOLDS)
+        slow = [o for o in members if run.ranks[o].phase in alive] if run.mistakes else []
+        for other in slow:
+            for after in votes(run, rank, frozenset({other})):
+                yield replace(after, mistakes=run.mistakes - (after.chosen != run.chosen))
 
 
 def deaths(run: Run) -> Iterator[Run]:
     gone = (Phase.DEAD, Phase.DONE, Phase.OUT)
     alive = [rank for rank, it in enumerate(run.ranks) if it.phase not in gone]
-    for rank in alive if run.deaths and len(alive) > 1 else ():
+    inside = [rank for rank in alive if run.ranks[rank].group >= 0]
+    dying = [rank for rank in alive if len(inside) > 1 or rank not in inside]
+    for rank in dying if run.deaths else ():
         yield replace(run.with_rank(rank, phase=Phase.DEAD), deaths=run.deaths - 1)
 
 
@@ -140,7 +182,8 @@ def check(run: Run, *, is_over: bool, mistaken: bool) -> None:
     assert len(set(steps)) == len(steps), run
     if is_over:
         ends = {it.phase for it in run.ranks}
-        assert ends <= {Phase.DONE, Phase.DEAD, *([Phase.OUT] if mistaken else [])}, run
+        left = {it.phase for it in run.ranks if it.group < 0}  # nobody took them in
+        assert ends - left <= {Phase.DONE, Phase.DEAD, *([Phase.OUT] if mistaken else [])}, run
         assert Phase.DONE in ends or mistaken, run
 
 
@@ -150,7 +193,7 @@ def alike(run: Run) -> Run:
     sent = {each for each in run.sent if each[:2] in waiting}
     by_rank = [
         (
-            (it.group, it.committed, it.phase.value, it.held),
+            (it.group, it.committed, it.phase.value, it.held, it.saved),
             tuple(rank in each for each in run.members),
             sorted((g, s, phase.value) for g, s, phase, who in sent if who == rank),
         )
@@ -175,7 +218,7 @@ def search(first: Run) -> int:
     seen, stack = {first}, [first]
     while stack:
         run = stack.pop()
-        after = list(nexts(run))
+        after = [each for rank in range(len(run.ranks)) for each in nexts(run, rank)]
         check(run, is_over=not after, mistaken=first.mistakes > 0)
         for each in map(alike, (*after, *deaths(run))):
             if each not in seen:
@@ -188,15 +231,17 @@ def walk(seed: int) -> Run:
     """One order of events, from an integer."""
     draw = random.Random(seed)
     size = draw.randint(2, 6)
-    first = started(size, deaths=draw.randint(0, size - 1), mistakes=draw.randint(0, 1), steps=3)
+    more = {"outside": draw.randint(0, 2), "mistakes": draw.randint(0, 1), "steps": 3}
+    first = started(size, deaths=draw.randint(0, size + more["outside"] - 1), **more)
     run = first
     while True:
-        after = list(nexts(run))
+        order = draw.sample(range(len(run.ranks)), len(run.ranks))
+        after = next(filter(None, (list(nexts(run, rank)) for rank in order)), [])
         check(run, is_over=not after, mistaken=first.mistakes > 0)
         if not after:
             return run
-        dying = list(deaths(run))
-        run = draw.choice(dying if dying and draw.random() < 0.05 else after)
+        dying = list(deaths(run)) if draw.random() < 0.05 else []
+        run = draw.choice(dying or after)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +251,8 @@ def walk(seed: int) -> Run:
         (4, {"deaths": 2, "steps": 2}),
         (3, {"deaths": 1, "steps": 2}),
         (3, {"deaths": 1, "mistakes": 1}),
+        (3, {"deaths": 1, "steps": 2, "outside": 1}),
+        (2, {"deaths": 2, "steps": 3, "outside": 1}),
     ],
     ids=str,
 )

@@ -146,8 +146,8 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
     if not config.out:
         flags = [*flags, "--out", default_out(config)]
     argv = ["train", *flags, *(["--json"] if as_json else [])]
-    shrinks = config.on_loss
-    return launch_ranks(argv, config.nproc_per_node, log_dir=None, on_loss=shrinks).code
+    more = {"on_loss": config.on_loss, "rejoin": config.rejoin}
+    return launch_ranks(argv, config.nproc_per_node, log_dir=None, **more).code
 
 
 def _join_run(

@@ -50,6 +50,8 @@ class LaunchOptions:
     """Start all ranks again after a failure, at most this often; on one node."""
     on_loss: Literal["end", "shrink"] = "end"
     """shrink: when a signal ends a rank, leave the others to gs.init(on_loss="shrink")."""
+    rejoin: int = 0
+    """With shrink: start a lost rank again, at most this often; it joins at the next checkpoint."""
     log_dir: str = ""
     """Keep the standard output of ranks above 0 in this folder; otherwise it is dropped."""
     dry_run: bool = False
@@ -66,6 +68,8 @@ class LaunchOptions:
             raise ConfigError("--nnodes above 1 needs --master-addr: how others reach node 0")
         if self.nnodes > 1 and self.max_restarts:
             raise ConfigError("--max-restarts works on one node; start again by hand on several")
+        if self.rejoin < 0 or (self.rejoin and self.on_loss != "shrink"):
+            raise ConfigError(f"--rejoin {self.rejoin}: at least 0, and with --on-loss shrink")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +176,7 @@ def run(argv: list[str]) -> int:
         log_dir=Path(options.log_dir) if options.log_dir else None,
         max_restarts=options.max_restarts,
         on_loss=options.on_loss,
+        rejoin=options.rejoin,
         module="gradsync" if program.command else PROGRAM,
         nodes=here if several else None,
     ).code

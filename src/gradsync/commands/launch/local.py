@@ -46,10 +46,17 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from gradsync.commands.launch.requeue import STOPPED
-from gradsync.core.torch_private import forbid_restarts, kill_ranks, log_files, rank_processes
+from gradsync.core.torch_private import (
+    forbid_restarts,
+    kill_ranks,
+    log_files,
+    rank_processes,
+    start_again,
+)
 from gradsync.errors import ConfigError, LatePeerError, RendezvousError
 from gradsync.runtime import environ
 from gradsync.runtime.peers import process_state
+from gradsync.runtime.rejoin import REJOIN, joined_key
 from gradsync.runtime.signals import LAUNCHED
 from gradsync.runtime.store import (
     TOKEN,
@@ -126,6 +133,7 @@ def launch_ranks(
     log_dir: Path | None,
     max_restarts: int = 0,
     on_loss: str = "end",
+    rejoin: int = 0,
     module: str = "gradsync",
     nodes: Nodes | None = None,
 ) -> LaunchOutcome:
@@ -140,6 +148,7 @@ def launch_ranks(
         log_dir: folder for the standard output of ranks above 0; None drops it.
         max_restarts: how often to start all ranks again after a failure.
         on_loss: "shrink" leaves the others alone when a signal ends a rank, see `gs.init`.
+        rejoin: how often to start such a rank again, so that it joins the others.
         module: the module that a rank runs, or `worker.PROGRAM`: `argv` is a whole command line.
         nodes: this host is one of several.
 
@@ -164,7 +173,8 @@ def launch_ranks(
         monitor_interval=0.1,
     )
     shrinks = on_loss == "shrink"
-    agent = LocalAgent(spec, RankLogs(log_dir, all_speak=shrinks), meeting, shrinks=shrinks)
+    logs = RankLogs(log_dir, all_speak=shrinks)
+    agent = LocalAgent(spec, logs, meeting, shrinks=shrinks, rejoin=rejoin)
     meeting.stopped = lambda: bool(agent.received)
     # No names: the agent must not install its handlers. torch's profiler writes two lines to
     # standard error at the start and end of a trace.
@@ -292,10 +302,12 @@ class LocalAgent(LocalElasticAgent):
         meeting: AgentRendezvous,
         *,
         shrinks: bool = False,
+        rejoin: int = 0,
     ) -> None:
         super().__init__(spec, logs)
-        self._meeting, self._shrinks = meeting, shrinks
+        self._meeting, self._shrinks, self._rejoins_left = meeting, shrinks, rejoin
         self._lost: set[int] = set()  # local ranks that the others have gone on without
+        self._again: dict[int, str] = {}  # those started again, and how often they were
         self.received: list[signal.Signals] = []
         self.failures: list[int] = []  # codes of ranks that ended by themselves, in order
         self.killed: dict[int, int] = {}
@@ -328,15 +340,14 @@ class LocalAgent(LocalElasticAgent):
         self._meeting.say_ended(wait=True)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.failures, self.killed, self._lost = [], {}, set()
+        self.failures, self.killed, self._lost, self._again = [], {}, set(), {}
         self._close_streams()
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self.exit_codes()
         if self._shrinks:
-            self._forget_lost()
-            codes = self.exit_codes()
+            codes = self._forget_lost(codes)
         failures = [code for code in codes if code]
         if self.received or STOPPED in failures:
             return self._stop()
@@ -363,16 +374,34 @@ class LocalAgent(LocalElasticAgent):
         values = dict.fromkeys(range(len(rank_processes(self))))
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
 
-    def _forget_lost(self) -> None:
+    def _forget_lost(self, codes: list[int | None]) -> list[int | None]:
         """Leave out the ranks that a signal has ended, unless we sent it or no other rank goes on
-        or has ended well."""
-        codes = self.exit_codes()
-        if not {None, 0, STOPPED}.intersection(codes):
-            return
-        for number, code in enumerate(codes):
-            if code is not None and code < 0 and -code not in self.received:
-                self._lost.add(number)
-                _say(f"gradsync: {obituary(number, -code)}; the others go on")
+        or has ended well, and start them again; returns `codes` without theirs."""
+        lost = {number for number, code in enumerate(codes) if self._is_lost(number, code)}
+        gone = lost | self._lost
+        if not any(c in (None, 0, STOPPED) for n, c in enumerate(codes) if n not in gone):
+            return codes
+        for number in sorted(lost):
+            code = codes[number] or 0
+            why = obituary(number, -code) if code < 0 else f"rank {number} failed before it joined"
+            _say(f"gradsync: {why}; the others go on")
+            self._lost.add(number)
+            if self._rejoins_left and not self.received:
+                self._rejoins_left -= 1
+                count = int(self._again.get(number, "0")) + 1
+                self._again[number] = str(count)
+                start_again(self, number, environ.snapshot() | {REJOIN: str(count)})
+                self._lost.remove(number)
+        return [
+            0 if n in self._lost else None if n in lost else code for n, code in enumerate(codes)
+        ]
+
+    def _is_lost(self, number: int, code: int | None) -> bool:
+        if not code or number in self._lost:
+            return False
+        count = self._again.get(number)
+        outside = count is not None and not self._meeting.has_joined(number, count)
+        return outside or (code < 0 and -code not in self.received)
 
     def _let_others_speak(self) -> None:
         """Let the other ranks notice and name the failed rank, where torch would end them. A
@@ -404,7 +433,7 @@ class LocalAgent(LocalElasticAgent):
                 deadline = min(deadline, time.monotonic() + END_S)
             time.sleep(0.02)
         if self._shrinks:
-            self._forget_lost()
+            self._forget_lost(self.exit_codes())
         kill_ranks(self)
         forbid_restarts(self)
         codes = self.exit_codes()
@@ -470,6 +499,10 @@ class AgentRendezvous(RendezvousHandler):
             ) from error
         where = RendezvousStoreInfo(nodes.address, nodes.port)
         return RendezvousInfo(store, nodes.rank, nodes.count, where)
+
+    def has_joined(self, rank: int, count: str) -> bool:
+        """Whether rank `rank`, started again `count` times, is one of the group again."""
+        return bool(self._store.check([joined_key(rank, count)]))
 
     def _open(self, nodes: Nodes, deadline_s: float) -> Any:
         if nodes.rank == 0:

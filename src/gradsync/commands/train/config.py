@@ -28,7 +28,7 @@ AUTO = "auto"  # What `gradsync tune` found for this kind of run: strategy and o
 
 
 _LEAST = {
-    0: ("num_workers", "sample_tokens", "check_replicas_every", "profile"),
+    0: ("num_workers", "sample_tokens", "check_replicas_every", "profile", "rejoin"),
     1: (
         *("steps", "tokens_per_update", "micro_batch_size", "log_every"),
         *("silence_s", "threads", "nproc_per_node", "seq_len"),
@@ -279,6 +279,9 @@ class TrainConfig:
     on_loss: Literal["end", "shrink"] = "end"
     """When a rank dies or is stopped: end; or shrink: the others form a new group, share its
     micro-batches, and go on with the same step (sync=invariant: the same bits)."""
+    rejoin: int = 0
+    """With on_loss=shrink: start a lost rank again, at most this often; the others save after their
+    next step, and it joins them there."""
     timeout_s: float = 1800.0  # Longest duration of a collective, seconds.
     rendezvous_timeout_s: Fixed[float] = 60.0
     """Longest wait for the other ranks at the start, seconds."""
@@ -319,6 +322,10 @@ class TrainConfig:
         _require(
             self.on_loss == "end" or not self.parallel,
             "on_loss=shrink needs a whole model on each rank; drop parallel",
+        )
+        _require(
+            not self.rejoin or (self.on_loss == "shrink" and self.sync != AUTO),
+            "rejoin needs on_loss=shrink and a named strategy, not sync=auto",
         )
         _require(
             self.sync != AUTO or not self.sync_options.given(),

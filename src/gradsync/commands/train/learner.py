@@ -42,6 +42,7 @@ from gradsync.checkpoint.pieces import (
 from gradsync.checkpoint.weights import clean_name, clean_names, match_weights, pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.finite import non_finite
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.values import all_gather_json, broadcast_json, broadcast_tensors
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT, Autocast, evaluate, loss_sum
@@ -182,7 +183,9 @@ class Learner:
         weights = replica.full_weights()
         kept, state = pack_optimizer(self.optimizer, self.model.named_parameters())
         remembered = replica.state_tensors()
-        check_finite(comm, step, chain(weights.items(), kept.items(), remembered.items()))
+        # Under on_loss="shrink" each rank holds all, and a loss must not end the run here.
+        among = comm if self.sync.world.recovery is None else SingleCommunicator()
+        check_finite(among, step, chain(weights.items(), kept.items(), remembered.items()))
         if comm.rank == 0:
             tensors = {"model": pack_weights(weights), "optimizer": kept, "sync": remembered}
             keep(tensors, state, {})

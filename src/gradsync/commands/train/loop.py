@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from gradsync.checkpoint.background import BackgroundWriter
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
+from gradsync.comm.values import from_rank_0
 from gradsync.commands.plan.description import Device
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.data import Data
@@ -188,7 +189,7 @@ class Trainer:
         """
         config, learner, totals = self.config, self.learner, Totals(done_steps)
         optim = config.optim.scaled(config.tokens_per_update)
-        if done_steps < config.steps:
+        if done_steps < config.steps and not self.generation:  # a group that is joined has learnt
             learner.prime((config.micro_batch_size, config.sequence_length))
         self.interval.reset()
         for batch in self.interval.waiting(self.data.train):
@@ -207,7 +208,7 @@ class Trainer:
             last = stopped or totals.step == config.steps
             with self.interval.paused():
                 self.profiler.after(totals.step, last=last)
-            saves = last or _due(totals.step, config.checkpoint.every)
+            saves = last or result.rank_waits or _due(totals.step, config.checkpoint.every)
             logs = last or _due(totals.step, config.log_every) or totals.step == done_steps + 1
             # Reading the loss is free on a CPU; on CUDA it waits for the device.
             looks = saves or logs or self.world.device.type != "cuda"
@@ -219,7 +220,7 @@ class Trainer:
             if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
             if saves:
-                self._save(totals)
+                self._save(totals, last=last)
             if stopped:
                 totals.stopped_by = stop.signal_name or "a signal to another rank"
             if last:
@@ -242,12 +243,16 @@ class Trainer:
         )
 
     def _after_step(self, step: int) -> None:
-        """Tell the other ranks that this rank has done the step. After a loss, refer to the ranks
-        that are left; this rank may have become rank 0, which writes the run's files."""
+        """Tell the other ranks that this rank has done the step."""
         self.writer.check()
-        world = self.world
         if (watch := self.watch()) is not None:
             watch.sampler.tell(step)
+        self.follow_group(step)
+
+    def follow_group(self, step: int) -> None:
+        """After a loss, or once lost ranks have joined, refer to the ranks that there are; this
+        rank may have become rank 0, which writes the run's files."""
+        world = self.world
         if world.recovery is None or world.recovery.generation == self.generation:
             return
         self.generation = world.recovery.generation
@@ -262,10 +267,13 @@ class Trainer:
     def _check_replicas(self, step: int) -> None:
         """Compare all ranks' bits, and record whether they are equal; DriftError ends the run."""
         sync, heal, drift = self.learner.sync, self.config.on_drift == "heal", None
-        try:
-            equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
-        except DriftError as error:
-            equal, drift = False, error
+        equal = False
+        for attempt in self._attempts():
+            with attempt:
+                try:
+                    equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
+                except DriftError as error:
+                    drift = error
         # Rank 0 of a split model knows only its part.
         if self.world.is_distributed and not self.config.parallel:
             self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(equal)})
@@ -278,8 +286,7 @@ class Trainer:
         for group in learner.optimizer.param_groups:
             group["lr"] = lr
         result: StepResult | None = None
-        once = [nullcontext()]  # a split model has no attempts
-        for attempt in once if self.world.recovery is None else sync.attempts(batch):
+        for attempt in self._attempts(batch):
             with attempt:
                 learner.run_micro_batches(self.interval.waiting(batch), self.interval.span)
                 with self.interval.span("step"):
@@ -293,6 +300,11 @@ class Trainer:
         waits_in_backward = sync.reducer.waits_in_backward
         self.interval.add(result.exposed, "backward" if waits_in_backward else "step")
         return result
+
+    def _attempts(self, *batches: Batch) -> Iterable[AbstractContextManager[object]]:
+        """See `GradientSync.attempts`; a split model has none."""
+        once = [nullcontext()]
+        return once if self.world.recovery is None else self.learner.sync.attempts(*batches)
 
     def _why_diverged(self, result: StepResult) -> str:
         """`the loss became nan`, or the norm; "" if both are finite. The same on all ranks; on CUDA
@@ -349,20 +361,44 @@ class Trainer:
         """
         with self.interval.paused():
             self.learner.sync.replica.synchronize_replicas()
-            totals.val_loss = self.learner.evaluate(self.data.val)
+            for attempt in self._attempts():
+                self.follow_group(totals.step)
+                with attempt:
+                    totals.val_loss = self.learner.evaluate(self.data.val)
             totals.val_step = totals.step
+            self.follow_group(totals.step)
         self.progress.say(f"step {totals.step}: validation loss {totals.val_loss:.4f}")
         self.run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
 
-    def _save(self, totals: Totals) -> None:
+    def _save(self, totals: Totals, *, last: bool) -> None:
         """Rank 0 writes what replicas agree on, if they are compared; the others go on. If it
-        writes at once, they meet it in the next step's first collective."""
+        writes at once, they meet it in the next step's first collective. Except at the `last` step,
+        ranks that were started again join here."""
         began = time.perf_counter()
         with self.interval.paused():
             if self.config.check_replicas_every:
                 self._check_replicas(totals.step)
             self.learner.save(totals.step, partial(self._keep, totals))
+            if self.world.recovery is not None:
+                self._let_join(totals, last=last)
         totals.saves_s.append(time.perf_counter() - began)
+
+    def _let_join(self, totals: Totals, *, last: bool) -> None:
+        """Take in ranks that wait. If one is lost meanwhile, perhaps rank 0, save again."""
+        world, recovery = self.world, self.world.recovery
+
+        def one_waits() -> bool:
+            found = not last and recovery.one_waits()
+            if found or last:
+                self.writer.wait()
+            return found
+
+        was_main = world.is_main
+        # Whole group, from rank 0: whether a rank waits.
+        undisturbed = recovery.let_join(totals.step, lambda: from_rank_0(self.comm, one_waits))
+        self.follow_group(totals.step)
+        if not undisturbed and not was_main:
+            self.learner.save(totals.step, partial(self._keep, totals))
 
     def _keep(
         self,

@@ -73,6 +73,9 @@ def train(
     ranks to `ranks.json`; after a loss there is another watch. `fault` is injected, for a drill or
     a test.
     """
+    outside = world.waits_to_join
+    if outside:
+        config = replace(config, resume="auto")
     run_dir = RunDir(config.out)
     progress = Progress(config.steps, world.world_size, enabled=world.is_main, stream=stream)
     with ExitStack() as stack:
@@ -86,12 +89,14 @@ def train(
             if config.resume == "none":
                 run_dir.refuse_overwrite()
 
-        from_rank_0(comm, may_start)
+        if not outside:
+            from_rank_0(comm, may_start)
         data = open_data(config, world, comm)
         _refuse_unlike(config, data, comm)
         shape, device = model_config(config, data.vocab_size), _device(world, threads)
         config = replace(config, model=shape)
-        stack.enter_context(run_dir.rank_log(world))
+        if not outside:
+            stack.enter_context(run_dir.rank_log(world))
         stack.enter_context(kernels(config, world))
         kept = config.checkpoint
         store = CheckpointStore(run_dir.checkpoints, kept.keep_last, kept.keep_best)
@@ -112,8 +117,12 @@ def train(
             interval=Interval(on_cuda=world.device.type == "cuda"),
             watch=watch,
         )
-        resumed = restore(trainer)
-        _introduce(trainer, resumed, threads, notes)
+        if outside:
+            resumed = _join(trainer)
+            stack.enter_context(run_dir.rank_log(world))
+        else:
+            resumed = restore(trainer)
+            _introduce(trainer, resumed, threads, notes)
         if resumed.source and resumed.step >= config.steps:
             trainer.progress.say(
                 f"{resumed.source} has {resumed.step} steps already and {config.steps} were asked "
@@ -123,12 +132,27 @@ def train(
             return TrainOutcome(exit_code=0, summary=kept if world.is_main else {})
         if world.is_main:
             trainer.begin_record(resumed.step)
-        if fault is not None:
+        if fault is not None and not outside:
             fault.plant(trainer)
         progress.start(resumed.step)
         totals = _run(trainer, resumed.step, stop)
         data.train.close()
         return _finish(trainer, totals)
+
+
+def _join(trainer: Trainer) -> Resumed:
+    """Enter the run of the other ranks, at their next checkpoint, as a rank started again."""
+    recovery = trainer.world.recovery
+    step = recovery.wait_outside()
+    resumed = restore(trainer)
+    if resumed.step != step:
+        raise CheckpointError(
+            f"the others saved step {step} for this rank to join at; {trainer.run_dir.checkpoints} "
+            f"has step {resumed.step}"
+        )
+    recovery.join()
+    trainer.follow_group(step)
+    return resumed
 
 
 def _run(trainer: Trainer, step: int, stop: StopRequest) -> Totals:

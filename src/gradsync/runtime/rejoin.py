@@ -1,0 +1,111 @@
+"""How a rank that was started again comes back: records between it and the ranks that went on.
+
+    announce   the launcher starts a lost rank's process again, and it says that it is there
+    build      it makes its model as one rank alone, up to `gs.load`
+    admit      at their next checkpoint the others agree to take it in, see membership.py
+    join       it loads that checkpoint, and enters the new group
+
+Until it is admitted it can neither hold up the others nor end them.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from gradsync.errors import LostPeerError
+from gradsync.runtime.peers import process_state
+from gradsync.runtime.store import Presence, SignedStore
+
+REJOIN = "GRADSYNC_REJOIN"
+"""Variable of a process that was started again: how often, from 1."""
+_OVER = "over"
+
+
+def joined_key(name: int, count: str) -> str:
+    """A key that the launcher reads: rank `name`, started again `count` times, has joined."""
+    return f"gradsync/joined/{name}/{count}"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The place of a new rank in the group that takes it in."""
+
+    generation: int
+    """Of the group."""
+    step: int
+    """Of the checkpoint at which it joins."""
+    committed: int
+    """Steps that the others have made since they began."""
+    names: list[int]
+    """The number that the launcher gave to each rank of the group."""
+    presences: list[Presence]
+    """Of each rank of the group."""
+    scope: str
+    """Of the session's records."""
+
+
+class Lobby:
+    """Records that ranks inside and outside of the group share; equal for all of a session.
+
+    Args:
+        records: in the rendezvous store, which outlives every rank.
+    """
+
+    def __init__(self, records: SignedStore) -> None:
+        self._records = records
+
+    def announce(self, name: int, presence: Presence) -> None:
+        """Say that the process of rank `name`, as the launcher counts, was started again."""
+        self._records.set(f"again/{name}", json.dumps(asdict(presence)))
+
+    def waiting(self, names: Iterable[int]) -> dict[int, Presence]:
+        """Those of `names` whose new process waits, on this host."""
+        found = {}
+        for name in names:
+            if (text := self._records.get(f"again/{name}")) is not None:
+                presence = Presence(**json.loads(text))
+                if presence.host == socket.gethostname() and _lives(presence):
+                    found[name] = presence
+        return found
+
+    def admit(self, newcomers: Sequence[Presence], admission: Admission) -> None:
+        """Tell them their place; every member does, since any of them may die."""
+        for presence in newcomers:
+            self._records.claim(f"place/{presence.nonce}", json.dumps(asdict(admission)))
+
+    def admission(self, presence: Presence) -> Admission | None:
+        """The place of this process in the group, once it is admitted."""
+        text = self._records.get(f"place/{presence.nonce}")
+        if text is None:
+            return None
+        told = json.loads(text)
+        told["presences"] = [Presence(**each) for each in told["presences"]]
+        return Admission(**told)
+
+    def close(self) -> None:
+        """Say that the run is over, so that nobody waits any longer."""
+        self._records.set(_OVER, "1")
+
+    def is_over(self, first: Sequence[Presence]) -> bool:
+        """Whether the run has ended.
+
+        Args:
+            first: all ranks at the start.
+
+        Raises:
+            LostPeerError: no rank of it is left.
+        """
+        later = self.waiting(range(len(first))).values()
+        members = (*first, *(each for each in later if self.admission(each) is not None))
+        lives = any(map(_lives, members))  # before the next line: they say so, and then end
+        over = self._records.get(_OVER) is not None
+        if not over and not lives:
+            raise LostPeerError("no rank is left that this one could join")
+        return over
+
+
+def _lives(presence: Presence) -> bool:
+    return process_state(presence.pid) != "ended"

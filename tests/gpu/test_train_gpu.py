@@ -10,7 +10,8 @@ import pytest
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.run import TrainOutcome, train
-from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.session import Session
+from gradsync.runtime.session_options import SessionOptions
 from support.small_run import losses, make_data, small_config
 
 pytestmark = pytest.mark.gpu

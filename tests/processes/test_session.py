@@ -19,7 +19,8 @@ import torch.distributed as dist
 import gradsync as gs
 from gradsync.errors import ConfigError, PeerError, RendezvousError, RunError
 from gradsync.runtime.network import own_address
-from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.session import Session
+from gradsync.runtime.session_options import SessionOptions
 from gradsync.runtime.store import LEFT, host_store, wait_until
 from support.fork_server import free_port
 from support.launchers import run_torchrun

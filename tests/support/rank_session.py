@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.session import Session
+from gradsync.runtime.session_options import SessionOptions
 
 
 def open_session(rank: int, world_size: int, store_path: str, **options: object) -> Session:

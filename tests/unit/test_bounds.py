@@ -12,7 +12,7 @@ from gradsync.commands.cli.main import main
 from gradsync.commands.train.config import TrainConfig
 from gradsync.errors import ConfigError
 from gradsync.runtime.bounds import LONGEST_S, check_times
-from gradsync.runtime.session import SessionOptions
+from gradsync.runtime.session_options import SessionOptions
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 1.01 * LONGEST_S])

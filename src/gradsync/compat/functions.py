@@ -16,7 +16,8 @@ from gradsync.runtime import environ
 from gradsync.runtime.device import choose_device
 from gradsync.runtime.machine import available_bytes, status_bytes
 from gradsync.runtime.resolve import resolve
-from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.session import Session
+from gradsync.runtime.session_options import SessionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

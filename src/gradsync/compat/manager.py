@@ -22,7 +22,8 @@ from gradsync.data.loader import Loader
 from gradsync.data.micro_batch import move_to
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import ConfigError
-from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.session import Session
+from gradsync.runtime.session_options import SessionOptions
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
 from gradsync.world import World

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
@@ -30,7 +30,6 @@ from typing import Any, NoReturn
 
 from gradsync.errors import ConfigError, LaunchError, LostPeerError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.bounds import check_times
 from gradsync.runtime.device import (
     check_not_shared,
     choose_backend,
@@ -47,6 +46,7 @@ from gradsync.runtime.rejoin import REJOIN, Admission, Lobby, joined_key
 from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
+from gradsync.runtime.session_options import SessionOptions
 from gradsync.runtime.signals import (
     LAUNCHED,
     StopRequest,
@@ -66,31 +66,6 @@ _NCCL_LATER_S = 60.0
 counts from the launch of a sum in backward, gloo's from the end of the step."""
 # Exit codes of an orderly end: done, or stopped by a signal with the checkpoint written.
 _ORDERLY_EXITS = (None, 0, 75)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SessionOptions:
-    """Options of a session; see `init`."""
-
-    device: str = "auto"
-    backend: str | None = None
-    timeout_s: float = 1800.0
-    rendezvous_timeout_s: float = 60.0
-    silence_s: float = 10.0
-    threads: int | None = None
-    seed: int | None = None
-    keep_memory: bool = False
-    catch_stop: bool = False
-    on_loss: str = "end"
-    report_wait_s: float = REPORT_S
-    stacks_dir: str = ""
-
-    def __post_init__(self) -> None:
-        check_times(self)
-        if self.silence_s < 1:
-            raise ConfigError(f"silence_s must be at least 1; got {self.silence_s}")
-        if self.on_loss not in ("end", "shrink"):
-            raise ConfigError(f"on_loss must be 'end' or 'shrink'; got {self.on_loss!r}")
 
 
 def name_warnings(stack: ExitStack) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,45 +69,46 @@ def save(
         raise ConfigError(f"gs.save: step is {step!r}; expected the number of steps done, an int")
     if loader is not None and not hasattr(loader, "state_dict"):
         raise ConfigError(f"gs.save: {type(loader).__name__} has no state_dict; give gs.loader's")
-    recovery = handle.world.recovery
-    if recovery is None:
+
+    def write() -> None:
         state = handle.state_dict(optimizer, rank0_only=True)
-        if handle.comm.rank == 0:
-            _write(handle, place, step, state, loader, extra, keep_last)
-    elif not recovery.waits_to_join:
-        _save_or_recover(handle, place, step, optimizer, loader, extra, keep_last)
+        if handle.comm.rank != 0:
+            return
+        store = CheckpointStore(place, keep_last)
+        new = handle.writers.get(place) or BackgroundWriter(store)
+        writer = handle.writers.setdefault(place, new)
+        writer.store.keep_last = store.keep_last
+        writer.save(_snapshot(step, state, loader, extra), owned=True)
+        if handle.stopping:
+            writer.wait()
+
+    if not handle.world.waits_to_join:
+        write()
+        if handle.world.recovery is not None:
+            _let_join(handle, place, step, optimizer, write)
 
 
-def _save_or_recover(
+def _let_join(
     handle: GradientSync,
     place: Path,
     step: int,
     optimizer: Optimizers | None,
-    loader: Any,
-    extra: Any,
-    keep_last: int,
+    write: Callable[[], None],
 ) -> None:
-    """Save under `on_loss="shrink"`, where every rank holds the whole state: a rank that is lost
-    meanwhile does not end the run. Those that were started again join."""
+    """Let ranks that were started again join at this checkpoint. If a rank is lost meanwhile,
+    perhaps the one that was writing, `write` again."""
     recovery = handle.world.recovery
-
-    def write() -> None:
-        state = handle.state_dict(optimizer, rank0_only=True)
-        if handle.comm.rank == 0:
-            _write(handle, place, step, state, loader, extra, keep_last)
 
     def one_waits() -> bool:
         if found := recovery.one_waits():
             handle.writers[place].wait()
         return found
 
-    was_rank_0 = handle.comm.rank == 0
-    write()
-    before = recovery.generation
+    wrote, before = handle.comm.rank == 0, recovery.generation
     # Whole group, from rank 0: whether a rank waits.
     if not recovery.let_join(step, lambda: from_rank_0(handle.comm, one_waits)):
-        if not was_rank_0:
-            write()  # rank 0 may be the lost one
+        if not wrote:
+            write()
     elif recovery.generation > before:
         _compare(handle, optimizer, step)
 
@@ -124,16 +125,8 @@ def _compare(handle: GradientSync, optimizer: Optimizers | None, step: int) -> N
         recovery.rebind(again=True)
 
 
-def _write(
-    handle: GradientSync,
-    place: Path,
-    step: int,
-    state: Mapping[str, Any],
-    loader: Any,
-    extra: Any,
-    keep_last: int,
-) -> None:
-    """Write a checkpoint in the background, or at once if the run stops; on rank 0."""
+def _snapshot(step: int, state: Mapping[str, Any], loader: Any, extra: Any) -> Snapshot:
+    """What a checkpoint holds: the handle's state, the loader's, and the script's own."""
     others = {name: part for name, part in state["model"].items() if is_extra_state(name)}
     given = {
         "optimizer": {key: part for key, part in state.items() if key != "model"},
@@ -145,12 +138,7 @@ def _write(
     found = {stem: _to_json(part, stem, tensors[stem]) for stem, part in given.items()}
     for stem in ("data", "script"):  # the rest is copied already
         tensors[stem] = {name: t.detach().clone() for name, t in tensors[stem].items()}
-    store = CheckpointStore(place, keep_last)
-    writer = handle.writers.get(place) or handle.writers.setdefault(place, BackgroundWriter(store))
-    writer.store.keep_last = store.keep_last
-    writer.save(Snapshot(step=step, tensors=tensors, state={"script": found}), owned=True)
-    if handle.stopping:
-        writer.wait()
+    return Snapshot(step=step, tensors=tensors, state={"script": found})
 
 
 def load(
@@ -187,34 +175,10 @@ def load(
     joins = recovery is not None and recovery.waits_to_join
     expected = recovery.wait_outside() if joins else None
     tensors: dict[str, Tensor] = {}
-
-    def read() -> dict[str, Any] | None:
-        for writer in handle.writers.values():
-            writer.wait()
-        path = place
-        if not (place / MANIFEST_NAME).exists():
-            info, problems = CheckpointStore(place).latest()
-            if info is None:
-                if problems:
-                    raise CheckpointError(f"{place}: no good checkpoint: {'; '.join(problems)}")
-                return None
-            path = info.path
-            for problem in problems:
-                log.warning("%s; using %s", problem, path.name)
-        snapshot = CheckpointStore(path.parent).load(path)
-        if not isinstance(snapshot.state.get("script"), dict):
-            raise CheckpointError(f"{path}: gs.save did not write it; expected a script's state")
-        tensors.update(
-            (f"{stem}/{name}", tensor)
-            for stem, part in snapshot.tensors.items()
-            for name, tensor in part.items()
-        )
-        return {"path": str(path), "step": snapshot.step, "script": snapshot.state["script"]}
-
-    header = from_rank_0(handle.comm, read)
+    header = from_rank_0(handle.comm, lambda: _read(handle, place, tensors))
     if joins and (header is None or header["step"] != expected):
         raise CheckpointError(
-            f"{place}: the others saved step {expected} for this rank to join at, and it is not here"
+            f"{place} has no step {expected}, which the others saved for this rank to join at"
         )
     if header is None:
         return 0, None
@@ -239,6 +203,31 @@ def load(
         recovery.join()
         _compare(handle, optimizer, header["step"])
     return header["step"], extra
+
+
+def _read(handle: GradientSync, place: Path, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
+    """The newest good checkpoint in `place`, or that one, its tensors in `tensors`; on rank 0."""
+    for writer in handle.writers.values():
+        writer.wait()
+    path = place
+    if not (place / MANIFEST_NAME).exists():
+        info, problems = CheckpointStore(place).latest()
+        if info is None:
+            if problems:
+                raise CheckpointError(f"{place}: no good checkpoint: {'; '.join(problems)}")
+            return None
+        path = info.path
+        for problem in problems:
+            log.warning("%s; using %s", problem, path.name)
+    snapshot = CheckpointStore(path.parent).load(path)
+    if not isinstance(snapshot.state.get("script"), dict):
+        raise CheckpointError(f"{path}: gs.save did not write it; expected a script's state")
+    tensors.update(
+        (f"{stem}/{name}", tensor)
+        for stem, part in snapshot.tensors.items()
+        for name, tensor in part.items()
+    )
+    return {"path": str(path), "step": snapshot.step, "script": snapshot.state["script"]}
 
 
 def _handle_of(model: nn.Module) -> GradientSync:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from gradsync.errors import LaunchError
 from gradsync.runtime.coordinator import System, plan_coordinator
 from gradsync.runtime.resolve import resolve
-from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.session import Session
+from gradsync.runtime.session_options import SessionOptions
 from gradsync.world import World
 
 

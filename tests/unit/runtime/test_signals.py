@@ -14,7 +14,8 @@ import pytest
 
 from gradsync.errors import PeerError
 from gradsync.runtime import signals
-from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.session import Session
+from gradsync.runtime.session_options import SessionOptions
 from gradsync.runtime.signals import (
     HANDLED,
     LAUNCHED,

@@ -10,7 +10,8 @@ import pytest
 
 from gradsync.runtime import machine
 from gradsync.runtime.machine import keep_freed_memory
-from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.session import Session
+from gradsync.runtime.session_options import SessionOptions
 from support.launchers import run_python
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own settings")

@@ -35,7 +35,8 @@ from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import available_bytes
 from gradsync.runtime.resolve import resolve
-from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.session import Session
+from gradsync.runtime.session_options import SessionOptions
 from gradsync.world import World
 
 _WARM_UP = 2

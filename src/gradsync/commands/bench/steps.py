@@ -30,7 +30,8 @@ from gradsync.commands.bench.sync_plan import ALONE, CHECKED, BenchPlan, Contest
 from gradsync.errors import RunError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import keep_freed_memory, status_bytes
-from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.session import Session
+from gradsync.runtime.session_options import SessionOptions
 from gradsync.runtime.store import SignedStore, join_store, token_of
 from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World

@@ -143,7 +143,8 @@ def _diagnose(
         return report(judge(facts)) if world.is_main else 1
     from gradsync.comm.process_group import ProcessGroupCommunicator
     from gradsync.comm.values import all_gather_json, all_gather_numbers
-    from gradsync.runtime.session import Session, SessionOptions
+    from gradsync.runtime.session import Session
+    from gradsync.runtime.session_options import SessionOptions
 
     session = Session(SessionOptions(rendezvous_timeout_s=_MEET_S, timeout_s=_ANSWER_S), env=env)
     try:

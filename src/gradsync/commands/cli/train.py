@@ -160,7 +160,8 @@ def _join_run(
     from gradsync.comm.groups import communicator
     from gradsync.comm.values import broadcast_json
     from gradsync.commands.train.run import note_end, note_failure, train
-    from gradsync.runtime.session import Session, SessionOptions
+    from gradsync.runtime.session import Session
+    from gradsync.runtime.session_options import SessionOptions
 
     session = Session(
         SessionOptions(

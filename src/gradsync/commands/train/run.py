@@ -73,9 +73,8 @@ def train(
     ranks to `ranks.json`; after a loss there is another watch. `fault` is injected, for a drill or
     a test.
     """
-    outside = world.waits_to_join
-    if outside:
-        config = replace(config, resume="auto")
+    outside = world.waits_to_join  # a rank that was started again
+    config = replace(config, resume="auto") if outside else config
     run_dir = RunDir(config.out)
     progress = Progress(config.steps, world.world_size, enabled=world.is_main, stream=stream)
     with ExitStack() as stack:
@@ -134,9 +133,7 @@ def train(
             trainer.begin_record(resumed.step)
         if fault is not None and not outside:
             fault.plant(trainer)
-        progress.start(resumed.step)
         totals = _run(trainer, resumed.step, stop)
-        data.train.close()
         return _finish(trainer, totals)
 
 
@@ -157,6 +154,7 @@ def _join(trainer: Trainer) -> Resumed:
 
 def _run(trainer: Trainer, step: int, stop: StopRequest) -> Totals:
     """The loop from `step` on; it ends the table of ranks, which leave one by one afterwards."""
+    trainer.progress.start(step)
     try:
         return trainer.run(step, stop)
     except BaseException:
@@ -164,6 +162,7 @@ def _run(trainer: Trainer, step: int, stop: StopRequest) -> Totals:
             watch.sampler.held = True
         raise
     finally:
+        trainer.data.train.close()
         with suppress(CheckpointError):  # after a failure; the writer has logged its own
             trainer.writer.wait()
         trainer.run_dir.end_table()

@@ -37,7 +37,8 @@ from gradsync.commands.verify.settings import Cell, VerifyPlan, VerifySettings, 
 from gradsync.errors import PeerError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
-from gradsync.runtime.session import Session, SessionOptions
+from gradsync.runtime.session import Session
+from gradsync.runtime.session_options import SessionOptions
 from gradsync.world import World
 
 _WORK, _RESULTS = "work.json", "results.jsonl"

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import sys
 import time
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from support.config_flags import train_arguments
-from support.fork_server import Forked, free_port, rank_variables, run_forked, torch_ranks
+from support.fork_server import Forked, run_forked, torch_ranks
 from support.launchers import (
     clean_environment,
     run_command,
@@ -106,30 +105,6 @@ def test_sigterm_to_the_launcher_saves_and_the_run_goes_on(data: Path, tmp_path:
     assert summary_of(tmp_path)["steps"] == stopped_at + 1
 
 
-def test_a_killed_rank_is_named_by_the_others(data: Path, tmp_path: Path) -> None:
-    script = tmp_path / "killed.py"
-    script.write_text(
-        "import os, signal, sys\n"
-        "from gradsync.commands.cli.main import main\n"
-        "from gradsync.commands.train.loop import Trainer\n"
-        "step = Trainer._train_step\n"
-        "def killed(self, *rest):\n"
-        "    if (self.world.rank, rest[0].number) == (1, 3):\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return step(self, *rest)\n"
-        "Trainer._train_step = killed\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    argv = [script, *train_arguments(small_config(tmp_path / "run", data))]
-    ranks = run_forked(argv, torch_ranks(3))
-    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
-    for survivor in (0, 2):
-        assert "rank(s) 1 vanished without a word" in ranks[survivor].stderr, ranks[survivor]
-    note = json.loads((tmp_path / "run" / "exit.json").read_text())
-    assert note["exit_code"] == 1
-    assert "rank(s) 1 vanished" in note["error"]
-
-
 def test_an_output_directory_that_cannot_be_is_named(data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
@@ -137,36 +112,6 @@ def test_an_output_directory_that_cannot_be_is_named(data: Path, tmp_path: Path)
         assert done.returncode == 2
         assert f"--out {out}" in done.stderr
         assert "Traceback" not in done.stderr
-
-
-def alone(rank: int, world_size: int, port: int, out: Path, data: Path) -> str:
-    """Standard error of one rank that fails since its peers do not come as they should."""
-    config = small_config(out, data, rendezvous_timeout_s=1.5)
-    variables = rank_variables(rank, world_size, port)
-    (done,) = run_forked([*MODULE, *train_arguments(config)], [variables])
-    assert done.returncode == 1
-    return done.stderr
-
-
-def test_missing_ranks_are_named_after_a_bounded_wait(data: Path, tmp_path: Path) -> None:
-    printed = alone(0, 3, free_port(), tmp_path, data)
-    assert "rank 0 waited in vain for rank(s) 1, 2 of 3" in printed
-
-
-def test_an_unreachable_coordinator_is_named(data: Path, tmp_path: Path) -> None:
-    port = free_port()
-    printed = alone(1, 2, port, tmp_path, data)
-    assert f"rank 1 could not reach the coordinator at 127.0.0.1:{port}" in printed
-
-
-def test_a_server_that_is_no_store_is_named(data: Path, tmp_path: Path) -> None:
-    """Torch's own client would wait for ever for an answer, and its server would not say why."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        assert f"what answers at 127.0.0.1:{port} is no rendezvous store" in (
-            alone(1, 2, port, tmp_path, data)
-        )
-        assert f"port {port} on 127.0.0.1 is already in use" in alone(0, 2, port, tmp_path, data)
 
 
 def doctors(slurm: SlurmCluster, command: str) -> list[dict[str, Any]]:

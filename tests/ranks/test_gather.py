@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import gradsync as gs
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.errors import ConfigError, GradsyncError, RunError
+from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
 from support.thread_ranks import run_thread_ranks
 
@@ -118,11 +118,6 @@ def test_an_evaluation_collates_as_training_does() -> None:
 
     (found,) = evaluated(1, 4, collate_fn=collate)
     assert found.tolist() == [0, -1, -2, -3]
-
-
-def test_sizes_below_one_are_refused() -> None:
-    with pytest.raises(GradsyncError, match="micro_batch_size must be at least 1; got 0"):
-        gs.eval_loader([1], World(), micro_batch_size=0)
 
 
 def test_an_evaluation_draws_alike_on_any_rank_and_training_does_not_notice() -> None:

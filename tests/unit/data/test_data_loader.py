@@ -480,15 +480,6 @@ def test_a_loader_at_its_end_says_that_it_gives_nothing(caplog: pytest.LogCaptur
     assert "gives nothing now: all passes are one loop" in said
 
 
-@pytest.mark.usefixtures("random_state")
-def test_a_resumed_loader_draws_what_the_undisturbed_one_did() -> None:
-    one = loader(range(12), World(), **OPTIONS, seed=5)
-    draw(one, 2)
-    other = loader(range(12), World(), **OPTIONS, seed=5)
-    other.load_state_dict(one.state_dict())
-    assert draw(other, 1) == keyed(5, [(2, micro_batch) for micro_batch in range(6)])
-
-
 def stream(rank: int, **options: Any) -> StreamLoader:
     """Rank `rank` of two, which agrees with itself alone."""
     return stream_loader(

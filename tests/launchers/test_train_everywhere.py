@@ -5,26 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.config_flags import train_arguments
-from support.fork_server import Forked, run_forked, torch_ranks
+from support.fork_server import run_forked
 from support.launchers import (
-    clean_environment,
     run_command,
     run_mpirun,
     run_srun,
     run_torchrun,
 )
 from support.slurm_cluster import SlurmCluster
-from support.small_run import OneRank, small_config, summary_of
+from support.small_run import OneRank, small_config
 
 MODULE = ["-m", "gradsync"]
 
@@ -47,16 +43,6 @@ def test_srun_on_two_nodes_gives_the_same_numbers(
 ) -> None:
     run_srun(2, [*MODULE, *train_arguments(small_config(tmp_path, data))], slurm).ok()
     one_rank.check_equal(tmp_path, "srun")
-
-
-@pytest.mark.launcher("slurm")
-def test_a_step_of_one_task_starts_ranks_itself(
-    slurm: SlurmCluster, data: Path, one_rank: OneRank, tmp_path: Path
-) -> None:
-    """As in the shell of `srun --pty bash`."""
-    config = small_config(tmp_path, data, nproc_per_node=2)
-    slurm.srun(1, [sys.executable, *MODULE, *train_arguments(config)], nodes=1).ok()
-    one_rank.check_equal(tmp_path, "torchrun")
 
 
 def test_our_launcher_gives_the_same_numbers_though_the_reader_of_its_output_goes_away(
@@ -82,27 +68,6 @@ def test_bad_configuration_is_said_once(data: Path, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("gradsync: error:") == 1
     assert "Traceback" not in done.stderr
-
-
-def test_sigterm_to_the_launcher_saves_and_the_run_goes_on(data: Path, tmp_path: Path) -> None:
-    """A long run is told to stop once it has logged two steps; then it goes on for one more."""
-    config = small_config(tmp_path, data, nproc_per_node=2, steps=100_000)
-    with Forked([*MODULE, *train_arguments(config)], clean_environment()) as launcher:
-        metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 60
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-            assert launcher.wait(0.05) is None, launcher.finished().describe()
-            assert time.monotonic() < deadline
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(60) == 75, launcher.finished().describe()
-        stopped = launcher.finished()
-    assert "stopped by" in stopped.stdout + stopped.stderr
-    assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 75
-    stopped_at = summary_of(tmp_path)["steps"]
-
-    more = replace(config, nproc_per_node=None, steps=stopped_at + 1)
-    first, _ = run_forked([*MODULE, *train_arguments(more)], torch_ranks(2))
-    assert f"(step {stopped_at})" in first.ok().stdout
-    assert summary_of(tmp_path)["steps"] == stopped_at + 1
 
 
 def test_an_output_directory_that_cannot_be_is_named(data: Path, tmp_path: Path) -> None:

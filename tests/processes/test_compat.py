@@ -36,7 +36,8 @@ from gradsync.compat.functions import backend_here
 from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
-from support.launchers import run_python, run_torchrun
+from support.fork_server import run_forked
+from support.launchers import run_torchrun
 from support.rank_session import open_session
 
 
@@ -383,7 +384,7 @@ sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: lines of two ran
 def test_a_script_that_never_says_goodbye(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    alone = run_python([script]).ok()
+    alone = run_forked([script])[0].ok()
     assert alone.stdout == "cpu True 0 1 0 True\n"
     assert alone.stderr == ""
     done = run_torchrun(2, [script]).ok()

@@ -584,21 +584,6 @@ def test_what_a_collate_function_draws_is_the_micro_batchs(make: Any) -> None:
     whole = batches(0, 1)
     assert {key: whole[key] for key in whole if key[0]} == batches(0, 1, skip=1)
     assert whole == {key: b for rank in range(3) for key, b in batches(rank, 3).items()}
-    if make is stream_loader:
-        alike = loader(
-            [*range(1, 37)],
-            World(),
-            **OPTIONS,
-            collate_fn=masked,
-            num_epochs=1,
-            seed=5,
-            shuffle=False,
-        )
-        assert whole == {
-            (micro_batch.step, micro_batch.index): micro_batch.batch
-            for step in alike
-            for micro_batch in step
-        }
 
 
 @pytest.mark.usefixtures("random_state")

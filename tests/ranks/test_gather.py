@@ -27,9 +27,12 @@ def gathered(values: list[Any], **named: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+    ("rows", "dtype"),
+    [
+        *(((2,), torch.float32), ((2, 2), torch.bfloat16), ((2, 2), torch.int64)),
+        *(((3, 0, 1), torch.float32), ((3, 0, 1), torch.bool), ((0, 0), torch.complex64)),
+    ],
 )
-@pytest.mark.parametrize("rows", [(2,), (2, 2), (3, 0, 1), (0, 0)])
 def test_tensors_of_other_lengths_follow_each_other(
     rows: tuple[int, ...], dtype: torch.dtype
 ) -> None:

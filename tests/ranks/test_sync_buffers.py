@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import threading
 from fractions import Fraction
 from typing import Any
 
@@ -23,9 +22,9 @@ from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.buffers import BufferSync, exact_sum
 from gradsync.sync.replicate import replicate
+from support.engine_cases import global_random_state
 from support.thread_ranks import run_thread_ranks
 
-_GLOBAL_RANDOM_STATE = threading.Lock()
 NUM_LEAVES = (7, 5, 3)  # of each step; at four ranks the last one leaves a rank without
 
 
@@ -52,7 +51,7 @@ class Habits(nn.Module):
 
 
 def build() -> nn.Module:
-    with _GLOBAL_RANDOM_STATE:
+    with global_random_state:
         torch.manual_seed(3)
         return nn.Sequential(
             nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)),

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -97,6 +98,14 @@ def pool() -> Iterator[object]:
     workers = ProcessPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set that no test changes."""
+    from support.small_run import make_data
+
+    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")

@@ -8,13 +8,7 @@ import pytest
 
 from support.config_flags import train_arguments
 from support.fork_server import run_forked
-from support.small_run import OneRank, make_data, small_config
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set that no test changes."""
-    return make_data(tmp_path_factory.mktemp("data"))
+from support.small_run import OneRank, small_config
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """The loopback Slurm behaves like a real one, in the variables that gradsync relies on."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -18,7 +17,8 @@ import json, os
 with open(f"{os.environ['DUMP_FOLDER']}/{os.getpid()}", "w") as file:
     json.dump(dict(os.environ), file)
 """
-BATCH = "#!/bin/sh\n#SBATCH --ntasks=2 --nodes=2\n"
+
+
 STEP_VARIABLES = (
     *("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
@@ -72,39 +72,6 @@ def test_uneven_steps(
     names = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
     assert [" ".join(env[name] for name in names) for env in seen] == places
     assert {env["SLURM_STEP_TASKS_PER_NODE"] for env in seen} == {per_node}
-
-
-def test_a_batch_shell_has_a_rank_but_no_step(slurm: SlurmCluster, dump: Dumper) -> None:
-    """One process sees `SLURM_NTASKS=2` and rank 0: only the missing step id shows it."""
-    script = BATCH + " ".join(dump.argv)
-    (env,) = dump.environments(slurm.sbatch_script(script, extra_env=dump.extra_env))
-    assert env["SLURM_PROCID"] == "0"
-    assert env["SLURM_NTASKS"] == "2"
-    assert "SLURM_STEP_ID" not in env
-    assert "SLURM_STEP_NUM_TASKS" not in env
-
-
-def test_an_allocation_shell_has_no_rank(slurm: SlurmCluster, dump: Dumper) -> None:
-    salloc = ("salloc", "--ntasks=2", "--nodes=2", *dump.argv)
-    (env,) = dump.environments(slurm.command(salloc, extra_env=dump.extra_env))
-    assert env["SLURM_NTASKS"] == "2"
-    assert "SLURM_PROCID" not in env
-    assert "SLURM_STEP_ID" not in env
-
-
-@pytest.mark.launcher("mpirun")
-def test_mpirun_in_an_allocation_inherits_a_step_of_daemons(
-    slurm: SlurmCluster, dump: Dumper
-) -> None:
-    """Open MPI starts one daemon a node by srun, so its ranks carry that step's variables."""
-    mpirun = ["mpirun", "--oversubscribe", "-np", "4", *dump.argv]
-    if os.geteuid() == 0:
-        mpirun.insert(1, "--allow-run-as-root")
-    salloc = ("salloc", "--ntasks=4", "--nodes=2", *mpirun)
-    ranks = dump.environments(slurm.command(salloc, extra_env=dump.extra_env))
-    assert sorted(env["OMPI_COMM_WORLD_RANK"] for env in ranks) == ["0", "1", "2", "3"]
-    assert {env["OMPI_COMM_WORLD_SIZE"] for env in ranks} == {"4"}
-    assert {env["SLURM_STEP_NUM_TASKS"] for env in ranks} == {"2"}
 
 
 def test_pmi2_adds_pmi_variables_to_the_step(slurm: SlurmCluster, dump: Dumper) -> None:

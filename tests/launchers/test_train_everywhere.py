@@ -5,27 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
-import socket
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.config_flags import train_arguments
-from support.fork_server import Forked, free_port, rank_variables, run_forked, torch_ranks
+from support.fork_server import run_forked
 from support.launchers import (
-    clean_environment,
     run_command,
     run_mpirun,
     run_srun,
     run_torchrun,
 )
 from support.slurm_cluster import SlurmCluster
-from support.small_run import OneRank, small_config, summary_of
+from support.small_run import OneRank, small_config
 
 MODULE = ["-m", "gradsync"]
 
@@ -48,16 +43,6 @@ def test_srun_on_two_nodes_gives_the_same_numbers(
 ) -> None:
     run_srun(2, [*MODULE, *train_arguments(small_config(tmp_path, data))], slurm).ok()
     one_rank.check_equal(tmp_path, "srun")
-
-
-@pytest.mark.launcher("slurm")
-def test_a_step_of_one_task_starts_ranks_itself(
-    slurm: SlurmCluster, data: Path, one_rank: OneRank, tmp_path: Path
-) -> None:
-    """As in the shell of `srun --pty bash`."""
-    config = small_config(tmp_path, data, nproc_per_node=2)
-    slurm.srun(1, [sys.executable, *MODULE, *train_arguments(config)], nodes=1).ok()
-    one_rank.check_equal(tmp_path, "torchrun")
 
 
 def test_our_launcher_gives_the_same_numbers_though_the_reader_of_its_output_goes_away(
@@ -85,51 +70,6 @@ def test_bad_configuration_is_said_once(data: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_sigterm_to_the_launcher_saves_and_the_run_goes_on(data: Path, tmp_path: Path) -> None:
-    """A long run is told to stop once it has logged two steps; then it goes on for one more."""
-    config = small_config(tmp_path, data, nproc_per_node=2, steps=100_000)
-    with Forked([*MODULE, *train_arguments(config)], clean_environment()) as launcher:
-        metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 60
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-            assert launcher.wait(0.05) is None, launcher.finished().describe()
-            assert time.monotonic() < deadline
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(60) == 75, launcher.finished().describe()
-        stopped = launcher.finished()
-    assert "stopped by" in stopped.stdout + stopped.stderr
-    assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 75
-    stopped_at = summary_of(tmp_path)["steps"]
-
-    more = replace(config, nproc_per_node=None, steps=stopped_at + 1)
-    first, _ = run_forked([*MODULE, *train_arguments(more)], torch_ranks(2))
-    assert f"(step {stopped_at})" in first.ok().stdout
-    assert summary_of(tmp_path)["steps"] == stopped_at + 1
-
-
-def test_a_killed_rank_is_named_by_the_others(data: Path, tmp_path: Path) -> None:
-    script = tmp_path / "killed.py"
-    script.write_text(
-        "import os, signal, sys\n"
-        "from gradsync.commands.cli.main import main\n"
-        "from gradsync.commands.train.loop import Trainer\n"
-        "step = Trainer._train_step\n"
-        "def killed(self, *rest):\n"
-        "    if (self.world.rank, rest[0].number) == (1, 3):\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return step(self, *rest)\n"
-        "Trainer._train_step = killed\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    argv = [script, *train_arguments(small_config(tmp_path / "run", data))]
-    ranks = run_forked(argv, torch_ranks(3))
-    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
-    for survivor in (0, 2):
-        assert "rank(s) 1 vanished without a word" in ranks[survivor].stderr, ranks[survivor]
-    note = json.loads((tmp_path / "run" / "exit.json").read_text())
-    assert note["exit_code"] == 1
-    assert "rank(s) 1 vanished" in note["error"]
-
-
 def test_an_output_directory_that_cannot_be_is_named(data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
@@ -137,36 +77,6 @@ def test_an_output_directory_that_cannot_be_is_named(data: Path, tmp_path: Path)
         assert done.returncode == 2
         assert f"--out {out}" in done.stderr
         assert "Traceback" not in done.stderr
-
-
-def alone(rank: int, world_size: int, port: int, out: Path, data: Path) -> str:
-    """Standard error of one rank that fails since its peers do not come as they should."""
-    config = small_config(out, data, rendezvous_timeout_s=1.5)
-    variables = rank_variables(rank, world_size, port)
-    (done,) = run_forked([*MODULE, *train_arguments(config)], [variables])
-    assert done.returncode == 1
-    return done.stderr
-
-
-def test_missing_ranks_are_named_after_a_bounded_wait(data: Path, tmp_path: Path) -> None:
-    printed = alone(0, 3, free_port(), tmp_path, data)
-    assert "rank 0 waited in vain for rank(s) 1, 2 of 3" in printed
-
-
-def test_an_unreachable_coordinator_is_named(data: Path, tmp_path: Path) -> None:
-    port = free_port()
-    printed = alone(1, 2, port, tmp_path, data)
-    assert f"rank 1 could not reach the coordinator at 127.0.0.1:{port}" in printed
-
-
-def test_a_server_that_is_no_store_is_named(data: Path, tmp_path: Path) -> None:
-    """Torch's own client would wait for ever for an answer, and its server would not say why."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        assert f"what answers at 127.0.0.1:{port} is no rendezvous store" in (
-            alone(1, 2, port, tmp_path, data)
-        )
-        assert f"port {port} on 127.0.0.1 is already in use" in alone(0, 2, port, tmp_path, data)
 
 
 def doctors(slurm: SlurmCluster, command: str) -> list[dict[str, Any]]:

@@ -33,10 +33,11 @@ from gradsync.compat import (
     setup_distributed,
 )
 from gradsync.compat.functions import backend_here
-from gradsync.errors import ConfigError, LaunchError, PeerError, RunError
+from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
-from support.launchers import run_python, run_torchrun
+from support.fork_server import run_forked
+from support.launchers import run_torchrun
 from support.rank_session import open_session
 
 
@@ -187,23 +188,6 @@ def test_wrap_model_in_place(pool: Any) -> None:
     assert len(first["gradients"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("sync", "name", "value"),
-    [
-        ("naive", "bucket_cap_mb", 25),
-        ("naive", "static_graph", True),
-        ("invariant", "init_sync", True),  # DDP's default
-        ("naive", "device_mesh", None),
-    ],
-)
-def test_options_of_ddp_that_change_no_result_are_ignored(
-    sync: str, name: str, value: object
-) -> None:
-    with DDPManager() as manager:
-        manager.wrap_model(nn.Linear(1, 1), strategy=sync, **{name: value})
-        assert len(manager._handles) == 1
-
-
 @pytest.mark.parametrize("sync", ["invariant", "naive", "ddp", "fsdp"])
 def test_replicate_takes_the_options_of_ddp(sync: str) -> None:
     """As `wrap_model` does: a script may keep its arguments."""
@@ -241,25 +225,6 @@ def test_nccl_without_a_gpu_is_gloo(
         assert backend_here("nccl") is None
         assert caplog.text.count("'nccl' needs a GPU, and there is none: gloo is used") == said
     assert backend_here("gloo") == "gloo"
-
-
-def one_fails(rank: int, world_size: int, store_path: str) -> str:
-    try:
-        with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
-            if rank == 1:
-                raise ZeroDivisionError("stumbled")
-            manager.barrier()
-    except (PeerError, ZeroDivisionError) as error:
-        assert not dist.is_initialized()
-        return f"{type(error).__name__} {error}"
-    return ""
-
-
-def test_a_failure_reaches_the_other_rank(pool: Any) -> None:
-    first, second = pool.run(one_fails, 2)
-    assert second == "ZeroDivisionError stumbled"
-    assert first.startswith("PeerError rank 1 on ")
-    assert "ZeroDivisionError: stumbled" in first
 
 
 def test_one_rank_needs_nothing_else() -> None:
@@ -419,7 +384,7 @@ sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: lines of two ran
 def test_a_script_that_never_says_goodbye(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    alone = run_python([script]).ok()
+    alone = run_forked([script])[0].ok()
     assert alone.stdout == "cpu True 0 1 0 True\n"
     assert alone.stderr == ""
     done = run_torchrun(2, [script]).ok()

@@ -49,28 +49,6 @@ def _train_by_hooks(rank: int, world_size: int, store_path: str, kind: str) -> d
         return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-def _accumulate(rank: int, world_size: int, store_path: str) -> list[list[float]]:
-    """The gradient after a micro-batch that is not synchronised, and after one that is."""
-    with open_session(rank, world_size, store_path):
-        seen = []
-        for way in ("no_sync", "flag"):
-            wrapped = course.get_ddp_bucketed(nn.Linear(1, 1, bias=False), 1)
-            weight = wrapped.module.weight
-            wrapped.require_backward_grad_sync = way != "flag"
-            with wrapped.no_sync() if way == "no_sync" else contextlib.nullcontext():
-                wrapped(torch.tensor([[1.0 + rank]])).sum().backward()
-            seen.append(weight.grad.item())
-            wrapped.require_backward_grad_sync = True
-            wrapped(torch.ones(1, 1)).sum().backward()
-            wrapped.finish_gradient_synchronization()
-            seen.append(weight.grad.item())
-        return seen
-
-
-def test_the_courses_wrapper_accumulates_as_torchs_does(pool: Any) -> None:
-    assert pool.run(_accumulate, 2) == [[1.0, 2.5] * 2, [2.0, 2.5] * 2]
-
-
 def _plain(params: Any, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
     return optimizer_cls(params, **kwargs)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.fork_server import Forked, run_forked, torch_ranks
-from support.launchers import Finished, clean_environment, run_python
+from support.launchers import clean_environment, run_python
 
 REPORT_S, TIMEOUT_S, GRACE_S = 1.0, 2.7, 0.3
 
@@ -209,52 +209,18 @@ LATE = "raise LatePeerError('rank 1')"
 
 
 @pytest.mark.parametrize(
-    ("program", "code", "shown"),
+    ("program", "code"),
     [
-        (LATE, 124, "shown\n"),
-        ("raise PeerError('rank 1', exit_code=124)", 124, "shown\n"),
-        ("raise PeerError('rank 1')", 1, "shown\n"),
-        (f"put_back()\n{LATE}", 1, "shown\n"),
-        (
-            f"try:\n    {LATE}\nexcept LatePeerError as e:\n    raise ValueError from e",
-            1,
-            "shown\n",
-        ),
+        (LATE, 124),
+        ("raise PeerError('rank 1', exit_code=124)", 124),
+        ("raise PeerError('rank 1')", 1),
+        (f"put_back()\n{LATE}", 1),
+        (f"try:\n    {LATE}\nexcept LatePeerError as e:\n    raise ValueError from e", 1),
     ],
 )
-def test_a_program_that_a_late_rank_ends(program: str, code: int, shown: str) -> None:
+def test_a_program_that_a_late_rank_ends(program: str, code: int) -> None:
     text = PROGRAM.format(program=program)
-    assert tuple(run_python(["-c", text]))[:2] == (code, shown)
-
-
-SCRIPT = """
-import time
-import torch, torch.distributed as dist
-import gradsync as gs
-with gs.init(timeout_s=1.5, threads=1) as world:
-    if world.rank == 1:
-        while True:
-            time.sleep(2.5)
-            dist.barrier()  # the other one has gone
-    dist.all_reduce(torch.ones(1))
-"""
-
-
-def launched(script: Path, text: str, ranks: int) -> Finished:
-    """`text` as `script`, by our own launcher."""
-    script.write_text(text)
-    words = ["-m", "gradsync", "launch", "--nproc-per-node", ranks, "--", script]
-    return run_forked(words, [{"TMPDIR": str(script.parent)}])[0]
-
-
-def test_the_launcher_returns_it(tmp_path: Path) -> None:
-    done = launched(tmp_path / "late.py", SCRIPT, 2)
-    assert done.returncode == 124, done.describe()
-    assert "late.py:8 <module>" in done.stderr
-    (folder,) = tmp_path.glob("gradsync-stacks-*")
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert f"; stacks of the ranks are in {folder}" in done.stderr
-    assert re.search(r'late.py", line [89], in <module>', (folder / "rank-1.txt").read_text())
+    assert tuple(run_python(["-c", text]))[:2] == (code, "shown\n")
 
 
 ALIKE = """
@@ -268,7 +234,9 @@ with gs.init(threads=1) as world:
 
 
 def test_an_error_of_many_ranks_has_one_traceback(tmp_path: Path) -> None:
-    done = launched(tmp_path / "alike.py", ALIKE, 3)
+    (script := tmp_path / "alike.py").write_text(ALIKE)
+    words = ["-m", "gradsync", "launch", "--nproc-per-node=3", "--", script]
+    (done,) = run_forked(words, [{"TMPDIR": str(tmp_path)}])
     assert done.returncode == 1, done.describe()
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.describe()
     assert re.search(

@@ -119,34 +119,6 @@ def test_a_hook_reaches_the_ddp_inside(pool: Any, package: str, strategy: str) -
     assert pool.run(_gradient, 2, package, strategy) == [([1.5] * 3, True)] * 2
 
 
-def _alone(rank: int, world_size: int, store_path: str, package: str) -> list[float]:
-    """One rank: neither library wraps, and the script's line must do no harm."""
-    with _environment(0, 1):
-        model = nn.Linear(3, 1, bias=False)
-        if package == "accelerate":
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-                del os.environ[name]
-        wrap = _accelerate if package == "accelerate" else _fabric_alone
-        wrapped, backward = wrap(model, 1)
-        comm_hook("ring").register(wrapped)
-        backward(wrapped(torch.ones(1, 3)).sum())
-        _forget_accelerate()
-        return model.weight.grad.flatten().tolist()
-
-
-def _fabric_alone(model: nn.Module, world_size: int) -> tuple[nn.Module, Any]:
-    from lightning_fabric import Fabric
-
-    fabric = Fabric(accelerator="cpu", devices=1)
-    return fabric.setup(model), fabric.backward
-
-
-@pytest.mark.parametrize("package", list(PACKAGES))
-def test_on_one_rank(pool: Any, package: str) -> None:
-    _require(package)
-    assert pool.run(_alone, 1, package) == [[1.0] * 3]
-
-
 # -- gs.replicate on a model that another mechanism synchronises -----------------------------------
 
 

@@ -131,17 +131,17 @@ import gradsync as gs
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 with gs.init(device="cpu", threads=1) as world:
     Path(sys.argv[1], f"ready{world.rank}").touch()
-    if world.rank == 1 and sys.argv[2] == "collective":
+    if world.rank == 1:
         gs.all_reduce(torch.ones(1))
     time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("where", ["script", "collective"])
-def test_ctrl_c_is_one_line_of_one_rank(where: str, tmp_path: Path) -> None:
+def test_ctrl_c_is_one_line_of_one_rank(tmp_path: Path) -> None:
+    """Whether it is in the script, as rank 0 here, or waits for others."""
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
-    argv = ["launch", "--nproc-per-node", "2", "--", str(script), str(tmp_path), where]
+    argv = ["launch", "--nproc-per-node", "2", "--", str(script), str(tmp_path)]
     with Forked(["-m", "gradsync", *argv], clean_environment()) as launcher:
         ready = [tmp_path / f"ready{rank}" for rank in range(2)]
         wait_until(lambda: all(path.exists() for path in ready), time.monotonic() + 60)
@@ -211,7 +211,7 @@ def test_a_resume_that_is_refused_is_said_once(tmp_path: Path) -> None:
     assert parse_config([str(run / "config.yaml")]).model.vocab_size == 257  # that of the data
     flags = ("--data", tmp_path / "data", "--out", run, "--steps", "2", "--nproc-per-node", "2")
     command = ("-m", "gradsync", "train", "tiny", *foreign_files.FLAGS, *flags)
-    for change, said in (("--seed=9", "was trained with --seed"), ("--model.n-layer=2", "n_layer")):
-        (done,) = run_forked([*command, change], [WITH_RANKS])
-        assert done.returncode == 2, done.describe()
-        assert done.stderr.count("gradsync: error:") == done.stderr.count(said) == 1, done.stderr
+    (done,) = run_forked([*command, "--seed=9"], [WITH_RANKS])
+    assert done.returncode == 2, done.describe()
+    assert done.stderr.count("gradsync: error:") == 1, done.stderr
+    assert done.stderr.count("was trained with --seed") == 1, done.stderr

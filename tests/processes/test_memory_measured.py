@@ -66,7 +66,7 @@ class Case:
 
 # A processor without bf16 multiplies it sixty times slower: few tokens, or fp32.
 CASES = [
-    *(Case(model=LONG, tokens=256, dtype="fp32", sync=name) for name in STRATEGIES),
+    *(Case(model=LONG, tokens=256, dtype="fp32", sync=name) for name in STRATEGIES[:3]),
     *(Case(model=WIDE, tokens=8, sync=name) for name in STRATEGIES),
     Case(model=LONG, tokens=256, dtype="fp32", sync="zero1", activation_checkpointing=True),
 ]

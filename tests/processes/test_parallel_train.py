@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.split_sync import SplitSync
 from gradsync.commands.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
 from gradsync.commands.train.faults import FaultPlan
-from support.small_run import VOCAB, RankResult, losses, make_data, small_config, train_rank
+from support.small_run import VOCAB, Outcome, RankResult, finished, small_config, train_rank
 
 TIED = GPTConfig(
     n_layer=2, n_head=4, n_kv_head=2, n_embd=32, vocab_size=VOCAB, block_size=16, dropout=0.1
@@ -39,21 +39,7 @@ RUN = {
 ROUNDING = 1e-6
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Results of a run."""
-
-    losses: dict[int, float]
-    val_loss: float
-    weights_sha256: str
-
-
 OneRank = Callable[[GPTConfig], Outcome]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +56,6 @@ def one_rank(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def config(out: Path, data: Path, model: GPTConfig, **changes: Any) -> TrainConfig:
     return small_config(out, data, model=model, **{**RUN, **changes})
-
-
-def finished(out: Path, results: list[RankResult]) -> Outcome:
-    assert {result.exit_code for result in results} == {0}, [r.error for r in results]
-    summary = results[0].summary
-    return Outcome(dict(losses(out)), summary["val_loss"], summary["weights_sha256"])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,25 +26,12 @@ from gradsync.commands.train.loop import Trainer
 from gradsync.core.files import Filesystem
 from gradsync.sync.fsdp import FsdpShards
 from gradsync.sync.ownership.sharded_optimizer import ShardedUpdate
-from support.small_run import VOCAB, RankResult, losses, make_data, small_config, train_rank
+from support.small_run import VOCAB, Outcome, RankResult, finished, small_config, train_rank
 
 # A width that 64 does not divide, so that shares end inside of rows.
 MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=36, vocab_size=VOCAB, block_size=16, dropout=0.1)
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, schedule="constant", clip_norm=0.5)
 ROUNDING = 1e-5
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Results of a run."""
-
-    losses: dict[int, float]
-    weights_sha256: str
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +62,6 @@ def config(out: Path, data: Path, sync: str, steps: int, **changes: Any) -> Trai
         allow_numeric_change=True,
         **changes,
     )
-
-
-def finished(out: Path, results: list[RankResult]) -> Outcome:
-    assert {result.exit_code for result in results} == {0}, [r.error for r in results]
-    return Outcome(dict(losses(out)), results[0].summary["weights_sha256"])
 
 
 def parts_in(out: Path, step: int) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from support.sync_cases import (
     CASES,
     assert_keeps_its_promise,
     cases_for,
-    options_for,
     train_case,
 )
 
@@ -136,30 +135,6 @@ def test_ranks_that_differ_are_refused(pool: Any, name: str) -> None:
     for said in pool.run(_unlike, 2, name):
         assert len(said) == (1 if name == "fsdp" else 3)
         assert all(text.startswith(begin) for text, begin in zip(said, expected, strict=False))
-
-
-def _exposed(rank: int, world_size: int, store_path: str) -> dict[str, list[int]]:
-    """Identity of the reading of each step: a shared one would count the last step N times."""
-    found = {}
-    with open_session(rank, world_size, store_path) as world:
-        for name in STRATEGIES:
-            model = nn.Linear(4, 4)
-            sync = replicate(model, world, strategy=name, **options_for(name))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            readings = []
-            for _ in range(3):
-                with sync.micro_step(last=True):
-                    sync.backward(sync.forward(torch.ones(1, 4)).sum(), weight=1, reduction="sum")
-                readings.append(sync.step(optimizer).exposed)
-            assert all(reading.seconds() > 0 for reading in readings), name
-            found[name] = [id(reading) for reading in readings]
-            sync.close()
-    return found
-
-
-def test_each_step_has_its_own_reading(pool: Any) -> None:
-    for by_strategy in pool.run(_exposed, 2):
-        assert all(len(set(identities)) == 3 for identities in by_strategy.values())
 
 
 def _count_sums_after_backward(rank: int, world_size: int, store_path: str) -> int:

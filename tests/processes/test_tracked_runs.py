@@ -14,7 +14,7 @@ import pytest
 
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.trackers import KINDS
-from support.launchers import run_python
+from support.fork_server import run_forked
 from support.requirements import require
 from support.small_run import RankResult, losses, make_data, small_config, train_rank
 
@@ -83,11 +83,12 @@ def test_the_packages_themselves_take_a_run_and_the_one_that_goes_on(tmp_path: P
     argv += ["--eval.every", "0", "--sample-tokens", "0", "--track", "tensorboard,wandb"]
     for steps in ("2", "4"):
         offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-        done = run_python([*argv, "--steps", steps], extra_env=offline).ok()
+        done = run_forked([*argv, "--steps", steps], [offline])[0].ok()
         assert "tracker" not in done.stderr, done.stderr
     kept = losses(out)
     assert list(kept) == [1, 2, 3, 4]
-    told = run_python(["-c", READ_EVENTS, str(out / "tensorboard")]).ok().stdout
+    (reader := tmp_path / "read.py").write_text(READ_EVENTS)
+    told = run_forked([reader, out / "tensorboard"])[0].ok().stdout
     assert dict(json.loads(told)) == pytest.approx(kept)
     runs = sorted((out / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len({path.name for path in runs}) == 1 < len(runs), "two parts of one run"

@@ -10,12 +10,7 @@ import pytest
 
 from gradsync.commands.train import loop
 from gradsync.commands.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
-from support.small_run import RankResult, make_data, small_config, train_rank
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("data"))
+from support.small_run import RankResult, small_config, train_rank
 
 
 def saved(out: Path) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,27 +22,21 @@ from gradsync.commands.train.loop import Trainer
 from gradsync.data.micro_batch import Batch
 from gradsync.runtime.environ import exported
 from gradsync.sync.registry import STRATEGIES
-from support.small_run import RankResult, losses, make_data, small_config, train_rank
+from support.small_run import (
+    Outcome,
+    RankResult,
+    finished,
+    make_data,
+    small_config,
+    train_rank,
+)
 
 BITWISE = [name for name, strategy in STRATEGIES.items() if strategy.promise == "bitwise"]
 ROUNDING = [name for name, strategy in STRATEGIES.items() if strategy.promise == "rounding"]
 LOSSY = [name for name, strategy in STRATEGIES.items() if strategy.promise == "lossy"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("data"))
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """One undisturbed run."""
-
-    losses: dict[int, float]
-    weights_sha256: str
-
-
-Undisturbed = Callable[[str, int], Oracle]
+Undisturbed = Callable[[str, int], Outcome]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +45,7 @@ def undisturbed(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory)
     sums in any order and `invariant` that of the fixed tree."""
 
     @cache
-    def run(sync: str, world_size: int) -> Oracle:
+    def run(sync: str, world_size: int) -> Outcome:
         return finish(
             pool, small_config(tmp_path_factory.mktemp(sync), data, sync=sync), world_size
         )
@@ -59,11 +53,9 @@ def undisturbed(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory)
     return run
 
 
-def finish(pool: Any, config: TrainConfig, world_size: int) -> Oracle:
+def finish(pool: Any, config: TrainConfig, world_size: int) -> Outcome:
     """A run to its end."""
-    results = pool.run(train_rank, world_size, config)
-    assert {result.exit_code for result in results} == {0}, results[0].error
-    return Oracle(dict(losses(Path(config.out))), results[0].summary["weights_sha256"])
+    return finished(Path(config.out), pool.run(train_rank, world_size, config))
 
 
 @pytest.mark.parametrize("sync", ROUNDING)
@@ -86,7 +78,7 @@ def test_what_rounds_on_purpose_learns_all_the_same(undisturbed: Undisturbed, sy
     assert undisturbed(sync, 2).losses == pytest.approx(expected, rel=0.05)
 
 
-def stop_and_resume(pool: Any, config: TrainConfig, *ranks: int) -> tuple[Oracle, str]:
+def stop_and_resume(pool: Any, config: TrainConfig, *ranks: int) -> tuple[Outcome, str]:
     """Stopped by a signal to the last rank after every third, then second step, and resumed on the
     next number of ranks."""
     for stop, world_size in enumerate(ranks[:-1]):
@@ -96,10 +88,9 @@ def stop_and_resume(pool: Any, config: TrainConfig, *ranks: int) -> tuple[Oracle
         assert stopped[0].summary["steps"] == 3 + 2 * stop
         assert "SIGTERM" in stopped[0].summary["stopped_by"] or world_size > 1
     resumed = pool.run(train_rank, ranks[-1], config)
-    assert resumed[0].exit_code == 0, resumed[0].error
+    outcome = finished(Path(config.out), resumed)
     assert "continuing from" in resumed[0].printed
     assert resumed[0].summary["first_step"] == stopped[0].summary["steps"] + 1
-    outcome = Oracle(dict(losses(Path(config.out))), resumed[0].summary["weights_sha256"])
     return outcome, resumed[0].printed
 
 

@@ -56,15 +56,6 @@ def test_any_number_of_ranks_and_a_stop_give_the_same_weights(
     assert resumed.summary["config"]["optim"]["lr"] == 5e-3  # a resume does not scale it again
 
 
-def test_another_stream_is_not_resumed(pool: Any, data: Path, tmp_path: Path) -> None:
-    config = replace(stream_config(tmp_path / "run", data), steps=2)
-    assert [result.exit_code for result in pool.run(train_rank, 1, config)] == [0]
-    other = replace(config, steps=3, eval=EvalConfig(every=3, max_tokens=256))
-    (refused,) = pool.run(train_rank, 1, other)
-    assert "saved with data set" in refused.error
-    assert "from document" in refused.error
-
-
 def _dries_up(rank: int, world_size: int, store_path: str, config: TrainConfig) -> RankResult:
     next_step = StreamLoader._next_step
 

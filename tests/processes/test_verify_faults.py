@@ -75,7 +75,6 @@ FAULTS = [
     ("weight_flipped", "naive", "mlp", 2, UNSYNCHRONISED, "but the optimizer"),
     ("start_not_shared", "naive", "mlp", 2, "initial weights", "'head.bias', rank 1"),
     ("hook_averages_the_parameter", "naive", "conv", 2, UNSYNCHRONISED, "between ranks"),
-    ("hook_adds_the_parameter", "naive", "conv", 2, UNSYNCHRONISED, "parameter.grad"),
     ("no_sync_after_forward", "ddp", "gpt", 2, UNSYNCHRONISED, "enter no_sync before"),
     ("statistics_of_one_rank", "naive", "conv", 2, "BatchNorm", "norm.running_mean', rank 1"),
     ("no_meeting", "local_sgd", "mlp", 2, UNSYNCHRONISED, "weights differ"),

@@ -5,16 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from gradsync.comm.p2p_collectives import ring_all_reduce
-from gradsync.comm.process_group import Background, ProcessGroupCommunicator
+from gradsync.comm.process_group import Background
 from gradsync.errors import RunError
-from support.thread_ranks import run_thread_ranks
 
 NAME = "gradsync-background"
 
@@ -154,25 +150,3 @@ def test_the_worker_takes_over_the_number_of_intra_op_threads() -> None:
         torch.set_num_threads(before)
     assert seen == expected
     end(background)
-
-
-def test_a_vanished_peer_comes_out_of_wait() -> None:
-    errors: list[Any] = []
-
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        comm = ProcessGroupCommunicator(group)
-        comm.barrier()
-        if rank == 1:
-            raise ValueError("gone")  # cuts the connections of all ranks
-        background = Background()
-        submitted = background.submit(lambda: ring_all_reduce(comm, torch.ones(1000)))
-        try:
-            submitted.wait()
-        except RuntimeError as error:
-            errors.append(error)
-        background.close()
-
-    with pytest.raises(ValueError, match="gone"):
-        run_thread_ranks(work, 2)
-    assert len(errors) == 1
-    assert not workers()

@@ -20,7 +20,6 @@ from gradsync.data.loader import loader
 from gradsync.data.micro_batch import MicroBatch
 from gradsync.data.streaming import StreamLoader, digest_of, stream_loader
 from gradsync.errors import ConfigError, DataError
-from gradsync.sync.replicate import replicate
 from gradsync.world import World
 from support.thread_ranks import run_thread_ranks
 
@@ -103,33 +102,6 @@ def test_ranks_agree_on_whether_to_synchronise() -> None:
     last = [[[micro_batch.is_last for micro_batch in step] for step in steps] for steps in per_rank]
     assert last == [[[True], [False]], [[True], [False]], [[True], []]]
     assert numbers(per_rank[1]) == [[[2, 3]], [[8]]]
-
-
-def test_a_training_gives_the_same_bits_on_any_number_of_ranks() -> None:
-    def train(rank: int, world_size: int, comm: Any) -> list[float]:
-        world = World(rank=rank, world_size=world_size)
-        model = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.ones_(model.weight)
-        sync = replicate(model, world, strategy="invariant", comm=comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
-        weights = []
-        for step in stream(data_set([5, 12]), world, comm=comm, num_epochs=2):
-            for micro_batch in step:
-                number = micro_batch.batch["number"].float()[:, None]
-                loss = (model(number) - torch.sin(number)).square().sum()
-                sync.backward(loss, micro_batch, weight=micro_batch.num_targets, reduction="sum")
-            sync.step(optimizer)
-            weights.append(model.weight.item())
-        return weights
-
-    expected = train(0, 1, None)
-    assert len(set(expected)) == 6
-    for world_size in (2, 3):
-        found = run_thread_ranks(
-            lambda rank, group: train(rank, world_size, ProcessGroupCommunicator(group)),  # noqa: B023
-            world_size,
-        )
-        assert found == [expected] * world_size
 
 
 KINDS: dict[str, Any] = {

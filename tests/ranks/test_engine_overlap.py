@@ -223,19 +223,6 @@ def test_gradients_are_views_of_flat_buckets(sync: str) -> None:
     run_thread_ranks(work, 2)
 
 
-def test_later_leaves_are_added_in_place() -> None:
-    """Autograd itself adds to the view: `.grad` stays the same tensor over all leaves."""
-    handle, _ = _chain(SingleCommunicator(), "bucketed")
-    _leaf(handle, last=False)
-    parameters = list(handle.model.parameters())
-    views = [parameter.grad for parameter in parameters]
-    before = [view.clone() for view in views]
-    _leaf(handle, last=True)
-    for parameter, view, first in zip(parameters, views, before, strict=True):
-        assert parameter.grad is view
-        assert torch.equal(view, 2 * first)
-
-
 @pytest.mark.parametrize("num_leaves", [1, 2, 4, 8])
 def test_memory_of_the_tree(num_leaves: int) -> None:
     """Told leaf by leaf, one rank with 2^k leaves needs max(k, 1) buffers; untold, one for each."""

@@ -107,17 +107,6 @@ def test_the_model_is_left_as_it_was(training: bool) -> None:
     assert torch.equal(torch.get_rng_state(), random)  # no dropout was drawn
 
 
-def test_also_after_a_failure() -> None:
-    def unreadable() -> Any:
-        yield from ()
-        raise ValueError("unreadable")
-
-    model = GPT(SHAPE).train()
-    with pytest.raises(ValueError, match="unreadable"):
-        evaluate(model, unreadable(), SingleCommunicator(), nullcontext())
-    assert model.training
-
-
 def test_it_computes_under_the_given_autocast() -> None:
     seen: list[torch.dtype] = []
     model = GPT(SHAPE)

@@ -21,6 +21,7 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.ownership import host_step
 from gradsync.sync.ownership.host_step import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.replicate import replicate
+from support.engine_cases import bits
 from support.thread_ranks import run_thread_ranks
 
 BLOCK = 65_536
@@ -89,16 +90,8 @@ def run(
 
 
 def assert_equal(left: Any, right: Any) -> None:
-    assert type(left) is type(right)
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_equal(left[key], right[key])
-    elif isinstance(left, Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    else:
-        assert left == right
+    """To the bit, all the way down."""
+    assert bits(left) == bits(right)
 
 
 def was_divided(sync: GradientSync) -> bool:

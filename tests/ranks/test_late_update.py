@@ -330,20 +330,6 @@ def test_a_refused_step_leaves_nothing_behind() -> None:
     assert all(map(torch.equal, first, second))
 
 
-def test_an_optimizer_that_keeps_nothing_has_no_entries() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> int:
-        trained = Trained(group)
-        trained.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
-        for number in range(2):
-            trained.step(number, range(rank, rank + 1))
-        trained.sync.replica.wait()
-        found = len(trained.optimizer.state)
-        trained.sync.close()
-        return found
-
-    assert run_thread_ranks(work, 2) == [0, 0]
-
-
 @pytest.mark.parametrize("how", [True, "auto"])
 def test_users_loops_decide_nothing_for_those_who_asked(how: Any) -> None:
     """Sums of `loss.backward()` are whole, whatever the option says."""

@@ -236,22 +236,6 @@ def test_a_penalty_beside_a_mean_counts_as_in_one_batch(world_size: int) -> None
             torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_mean_squared_errors_give_those_of_sums() -> None:
-    found = []
-    for reduction in ("mean", "sum"):
-        sync = one()
-        optimizer = torch.optim.SGD(sync.model.parameters(), lr=0.5)
-        for x in X[:3]:
-            loss = F.mse_loss(sync.forward(x), VALUES, reduction=reduction)
-            sync.backward(loss, weight=VALUES.numel(), reduction=reduction)
-        sync.step(optimizer)
-        found.append(([p.detach() for p in sync.model.parameters()], sync.mean_loss))
-        sync.close()
-    (weights, loss), (expected, wanted) = found
-    torch.testing.assert_close(weights, expected)
-    assert loss == pytest.approx(wanted, rel=1e-6)
-
-
 class Checkpointed(nn.Module):
     """A net whose middle is computed again in backward."""
 

@@ -313,24 +313,6 @@ def test_create_graph(name: str) -> None:
 
 
 @every_strategy
-def test_gradients_put_there_by_hand_are_averaged(name: str) -> None:
-    """In every step, also when no hook has seen a backward."""
-
-    def loop(rank: int, sync: GradientSync, optimizer: Any) -> list[Tensor]:
-        found = []
-        for step in range(2):
-            for parameter in sync.reducer.parameters:
-                parameter.grad = torch.full_like(parameter, float(rank + step))
-            optimizer.step()
-            found.append(sync.reducer.parameters[0].grad.clone())
-        return found
-
-    for first, second in on_ranks(name, loop):
-        torch.testing.assert_close(first, torch.ones_like(first))
-        torch.testing.assert_close(second, torch.full_like(second, 2.0))
-
-
-@every_strategy
 def test_nothing_travels_twice(name: str) -> None:
     """Nothing is sent under `no_sync`, nor by `finish` or the step after a backward."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import pytest
 import torch
@@ -85,28 +84,6 @@ def test_tensors_go_where_they_belong() -> None:
         *(f"llama.layers.{i}.{what}" for i in (2, 3) for what in ("weight", "bias")),
         *("qwen.0.weight", "qwen.0.bias"),
     }
-
-
-def test_inputs_follow_and_outputs_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every move, as the tensors' `to` sees it, with devices that only have names."""
-    model = Pair()
-    expected = model(torch.ones(2, 4))
-    moves: list[str] = []
-    original = Tensor.to
-
-    def noted(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        if arguments and isinstance(arguments[0], str | torch.device):
-            moves.append(str(arguments[0]))
-        return original(self, "cpu")
-
-    place_frozen(model, two_and_one(), ["cpu:0", "cpu:1", "cpu:2"])
-    monkeypatch.setattr(Tensor, "to", noted)
-    result = model(torch.ones(2, 4))
-    monkeypatch.undo()
-    assert torch.equal(result, expected)
-    # llama (input, factor), inlet, layers 0 to 3, outlet, and back; then qwen, and back
-    there_and_back = ("cpu:0", "cpu:0", "cpu:0", "cpu:0", "cpu:0", "cpu:1", "cpu:1", "cpu:0", "cpu")
-    assert moves == [*there_and_back, "cpu:2", "cpu"]
 
 
 @pytest.fixture
@@ -191,23 +168,6 @@ def test_frozen_parts_may_be_in_what_is_replicated() -> None:
         return trained(models[rank], ProcessGroupCommunicator(group), whole=True)
 
     expected = trained(Pair(), SingleCommunicator())
-    for found in run_thread_ranks(work, 2):
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-@pytest.mark.usefixtures("new_parameters")
-def test_two_replicas_beside_a_second_model_on_the_third_device() -> None:
-    """2 + 1: each rank keeps one frozen model beside what trains, the other one is elsewhere."""
-    expected = trained(Pair(), SingleCommunicator())
-    places = {"llama": PartPlace(devices=(0,)), "qwen": PartPlace(devices=(1,))}
-    models = [Pair() for _ in range(2)]
-
-    def work(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        with CpuDevices():
-            placement = FrozenPlacement(places=places, left=())
-            place_frozen(models[rank], placement, ["cpu:0", "cpu:2"])
-            return trained(models[rank], ProcessGroupCommunicator(group))
-
     for found in run_thread_ranks(work, 2):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

@@ -83,12 +83,6 @@ def test_shape_dtype_and_op(mine: tuple[Tensor, Any], others: tuple[Tensor, Any]
     assert "one shape and dtype, with one op" in told[0]
 
 
-def test_one_algorithm() -> None:
-    names = ("backend", "ring")
-    told = refusals([lambda c, n=n: reduce_a(c, torch.ones(4), algorithm=n) for n in names])
-    assert "(sum, ring)" in told[0]
-
-
 def test_one_name_joins_two_lines_and_one_line_has_one_place() -> None:
     """Also when hosts keep the file in different folders."""
 

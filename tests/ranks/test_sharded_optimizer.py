@@ -20,6 +20,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.ownership import sharded_optimizer
 from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
+from support.engine_cases import bits
 from support.thread_ranks import run_thread_ranks
 
 MORE_THAN_A_GRAIN = 70_003
@@ -68,20 +69,7 @@ def train(parameters: list[nn.Parameter], optimizer: Optimizer, first: int = 0) 
 
 def assert_same(got: Any, expected: Any) -> None:
     """Equal to the bit, all the way down."""
-    if isinstance(expected, Tensor):
-        assert got.dtype == expected.dtype
-        assert got.shape == expected.shape
-        assert torch.equal(got, expected)
-    elif isinstance(expected, dict):
-        assert list(got) == list(expected)
-        for key in expected:
-            assert_same(got[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        assert len(got) == len(expected)
-        for one, other in zip(got, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert got == expected
+    assert bits(got) == bits(expected)
 
 
 def on_ranks(world_size: int, work: Callable[[Communicator], Any]) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections import defaultdict
 from contextlib import nullcontext
 from typing import Any
@@ -25,7 +24,7 @@ from gradsync.sync.options import Recipe
 from gradsync.sync.ownership.zero import ZeroShards
 from gradsync.sync.reducer import Engine
 from gradsync.sync.replicate import replicate
-from support.engine_cases import pretend_hosts
+from support.engine_cases import global_random_state, pretend_hosts
 from support.recording import RecordingCommunicator
 from support.sync_cases import (
     CASES,
@@ -42,11 +41,10 @@ from support.thread_ranks import run_thread_ranks
 
 ZERO1 = Recipe(order="invariant", shard="optimizer", bucket_mb=0.0002)
 ZERO2 = Recipe(shard="gradients", bucket_mb=0.0002)
-_RANDOM = threading.Lock()
 
 
 def make(comm: Communicator, recipe: Recipe) -> tuple[GradientSync, Any]:
-    with _RANDOM:
+    with global_random_state:
         torch.manual_seed(1000)
         model = SmallNet(branch=False)
     sync = GradientSync(model, comm, build_engine(model, comm, recipe))
@@ -247,7 +245,7 @@ def test_a_hook_sees_whole_new_weights_and_may_raise(way: str) -> None:
     """One that is called after a step is called once every rank's weights are there."""
 
     def work(_: int, group: Any) -> list[list[Tensor]]:
-        with _RANDOM:
+        with global_random_state:
             torch.manual_seed(1000)
             model = SmallNet(branch=False)
         sync = replicate(model, comm=ProcessGroupCommunicator(group), **_WAYS[way])
@@ -310,7 +308,7 @@ def test_what_would_look_at_whole_gradients_is_refused(way: str, how: str) -> No
 @pytest.mark.parametrize("how", ["loaded", "a new dict", "gathered and left"])
 def test_state_that_is_loaded_between_steps_counts(way: str, how: str) -> None:
     def work(_: int, group: Any) -> list[Tensor]:
-        with _RANDOM:
+        with global_random_state:
             torch.manual_seed(1000)
             model = SmallNet(branch=False)
         sync = replicate(model, comm=ProcessGroupCommunicator(group), **_WAYS[way])

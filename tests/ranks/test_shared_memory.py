@@ -133,18 +133,6 @@ def test_many_operations_under_way_end_in_their_order() -> None:
             assert bool((tensor == 3 * number + 300).all())
 
 
-def test_a_share_of_ones_own_and_notes() -> None:
-    def work(comm: SharedMemoryCommunicator) -> tuple[list[list[int]], float]:
-        memory = comm.allocate_once(comm.world_size, torch.float64)
-        comm.flags.note([comm.rank, -7])
-        comm.run(lambda: memory[comm.rank].fill_(10.0**comm.rank), "powers").wait()
-        return comm.flags.notes(2), float(memory.sum())
-
-    for notes, total in on_ranks(3, work):
-        assert notes == [[0, -7], [1, -7], [2, -7]]
-        assert total == 111
-
-
 def test_ranks_that_do_different_things_are_told() -> None:
     """Every difference between two operations is refused, and nothing is combined."""
 

@@ -93,7 +93,6 @@ def one_step(rank: int, group: dist.ProcessGroup, name: str) -> Phases:
         clipped,
         published,
     )
-    leaves = range(rank, 2 * rank + 1)  # rank 0 has leaf 0, rank 1 leaves 1 and 2
     leaves = range(1) if rank == 0 else range(1, 3)
     for leaf in leaves:
         sync.backward(loss_of(model, leaf), weight=2 + leaf, reduction="sum")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import threading
 from fractions import Fraction
 from typing import Any
 
@@ -21,12 +20,11 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.values import all_sum
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
-from gradsync.sync.batch_norm import choose_batch_norm
 from gradsync.sync.buffers import BufferSync, exact_sum
 from gradsync.sync.replicate import replicate
+from support.engine_cases import global_random_state
 from support.thread_ranks import run_thread_ranks
 
-_GLOBAL_RANDOM_STATE = threading.Lock()
 NUM_LEAVES = (7, 5, 3)  # of each step; at four ranks the last one leaves a rank without
 
 
@@ -53,7 +51,7 @@ class Habits(nn.Module):
 
 
 def build() -> nn.Module:
-    with _GLOBAL_RANDOM_STATE:
+    with global_random_state:
         torch.manual_seed(3)
         return nn.Sequential(
             nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)),
@@ -271,27 +269,6 @@ def test_copies_of_the_model_live_for_themselves() -> None:
     del sync
     model(torch.randn(4, 3))  # the hook finds no handle
     assert model.num_batches_tracked == 2
-
-
-def test_counts_may_travel_with_another_message() -> None:
-    class Deaf(SingleCommunicator):
-        def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
-            raise AssertionError("nothing may be sent")
-
-    sync = BufferSync(nn.Linear(2, 2), Deaf())
-    end_step(sync)  # no buffers, no message
-    model = nn.BatchNorm1d(2)
-    sync = BufferSync(model, Deaf())
-    assert sync.step_begins() == [0, 0, 0]
-    sync.step_ends([0, 0, 0], ())
-    alone = SingleCommunicator()
-    sync = BufferSync(model, Deaf(), choose_batch_norm(model, alone, "sync"))
-    model(torch.randn(3, 2))
-    assert sync.step_begins() == []
-    sync = BufferSync(model, SingleCommunicator())
-    model(torch.randn(3, 2)).sum().backward()
-    sync.leaf_ends()
-    assert sync.step_begins() == [1, 1, 1]
 
 
 def test_a_buffer_that_changes_its_shape_is_named() -> None:

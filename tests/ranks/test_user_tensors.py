@@ -209,9 +209,9 @@ def by_hand(model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_ENGINE)
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("make", [by_hand, by_penalty])
-@pytest.mark.parametrize("leaves", [0, 1])
+@pytest.mark.parametrize(
+    ("world_size", "make", "leaves"), [(1, by_hand, 1), (2, by_hand, 0), (2, by_penalty, 1)]
+)
 def test_they_are_refused_before_and_between_leaves(
     name: str, world_size: int, make: Callable[[Any], None], leaves: int
 ) -> None:
@@ -238,8 +238,7 @@ def test_they_are_refused_before_and_between_leaves(
 
 
 @own_loop
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("world_size", "own"), [(1, True), (2, True), (2, False)])
 @pytest.mark.parametrize("kind", [nn.Parameter, lambda t: t.requires_grad_()])
 def test_an_optimizer_of_their_own_is_refused(
     name: str, world_size: int, own: bool, kind: Callable[[Tensor], Tensor]

@@ -100,6 +100,22 @@ class OneRank:
         assert json.loads((out / "exit.json").read_text())["exit_code"] == 0
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Results of a run, equal where no bit differs."""
+
+    losses: Mapping[int, float]
+    val_loss: float
+    weights_sha256: str
+
+
+def finished(out: Path, results: list[RankResult]) -> Outcome:
+    """Of a run that every rank has brought to its end."""
+    assert {result.exit_code for result in results} == {0}, [r.error for r in results]
+    summary = results[0].summary
+    return Outcome(losses(out), summary["val_loss"], summary["weights_sha256"])
+
+
 def summary_of(out: Path) -> dict[str, Any]:
     """The summary that a run writes at its end."""
     return json.loads((out / "summary.json").read_text())

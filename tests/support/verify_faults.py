@@ -379,11 +379,6 @@ def hook_averages_the_parameter(parts: Parts) -> Parts:
     return _with_hooks(parts, act)
 
 
-def hook_adds_the_parameter(parts: Parts) -> Parts:
-    """The same hook without the division: weights are multiplied by W in each step."""
-    return _with_hooks(parts, lambda handed: parts.comm.all_reduce(handed.data).wait())
-
-
 def no_sync_after_forward(parts: Parts) -> Parts:
     """Torch DDP's flag set between forward and backward: it takes effect one forward late."""
     reducer: Any = parts.sync.reducer

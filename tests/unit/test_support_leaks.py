@@ -80,26 +80,6 @@ def test_a_quiet_test_leaves_nothing() -> None:
     assert leaks.leaks_since(leaks.snapshot(), settle_s=0.0) == []
 
 
-def test_the_working_folder_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = leaks.snapshot()
-    monkeypatch.chdir(tmp_path)
-    assert leaks.leaks_since(before, settle_s=0.0) == [
-        f"working folder {before.folder} became {tmp_path}"
-    ]
-    leaks.restore(before)
-    assert leaks.leaks_since(before, settle_s=0.0) == []
-
-
-def test_environment_is_put_back() -> None:
-    before = leaks.snapshot()
-    path = os.environ["PATH"]
-    os.environ["LEAKED_VARIABLE"] = "1"
-    os.environ["PATH"] = "changed"
-    leaks.restore(before)
-    assert os.environ["PATH"] == path
-    assert "LEAKED_VARIABLE" not in os.environ
-
-
 LEAKY_TESTS = """
 import os, threading
 

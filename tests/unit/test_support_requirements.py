@@ -35,14 +35,3 @@ def test_skips_or_fails(
     with pytest.raises((SKIPPED, FAILED), match="needs a part") as caught:
         require(name)
     assert caught.type is outcome
-
-
-def test_what_is_there_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADSYNC_TEST_REQUIRE", "all")
-    require("python")
-
-
-def test_programs_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements.slurm_cluster, "program_path", lambda: "/nowhere")
-    assert requirements.MISSING["mpirun"]() == ["mpirun"]
-    assert "slurmctld" in requirements.MISSING["slurm"]()

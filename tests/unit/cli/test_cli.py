@@ -168,9 +168,8 @@ def test_a_model_whose_optimizer_has_no_room_is_refused_unbuilt(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gradsync.commands.train.check.total_bytes", lambda: 12 * 10**6)
-    assert (
-        run(*TRAIN, "--steps", "1") == 2
-    )  # 1.8 M parameters: 7 MB of weights, and three times that
+    # 1.8 M parameters: 7 MB of weights, and three times that
+    assert run(*TRAIN, "--steps", "1") == 2
     assert "takes 0.0293 GB at least, and this host has 0.012 GB" in capsys.readouterr().err
 
 
@@ -234,6 +233,13 @@ def test_damaged_data_is_named(
     assert "Traceback" not in printed
 
 
+def in_pieces(folder: Path) -> Path:
+    """Data that a tokenizer of their own has made."""
+    (folder / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    prepare([folder / "text"], folder / "data", tokenizer="bpe", vocab_size=280, val_fraction=0.2)
+    return folder / "data"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -246,9 +252,7 @@ def test_a_tokenizer_that_cannot_spell_the_sample_is_found_first(
     text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not where the run is done; one that samples nothing needs none."""
-    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    data = tmp_path / "data"
-    prepare([tmp_path / "text"], data, tokenizer="bpe", vocab_size=280, val_fraction=0.2)
+    data = in_pieces(tmp_path)
     if text:
         (data / "tokenizer.json").write_text(text)
     elif text is None:
@@ -269,26 +273,19 @@ def test_a_tokenizer_that_cannot_spell_the_sample_is_found_first(
 def test_without_the_package_of_its_tokenizer_a_run_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    data = tmp_path / "data"
-    prepare([tmp_path / "text"], data, tokenizer="bpe", vocab_size=280, val_fraction=0.2)
+    data = in_pieces(tmp_path)
     monkeypatch.setattr(tokenizer, "find_spec", lambda _: None)
     assert run(*SMALL, "--data", str(data), "--out", str(tmp_path / "run"), "--steps", "1") == 0
     assert "no sample: bpe needs the package tokenizers" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--model.n-embd", "1500000"), "and this host has"),
-    ],
-)
 def test_a_refused_start_leaves_no_directory(
-    flags: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, new = make_data(tmp_path / "data"), tmp_path / "new"
-    assert run(*SMALL, *flags, "--data", str(data), "--out", str(new / "run")) == 2
-    assert message in capsys.readouterr().err
+    words = (*SMALL, "--model.n-embd", "1500000", "--data", str(data), "--out", str(new / "run"))
+    assert run(*words) == 2
+    assert "and this host has" in capsys.readouterr().err
     assert not new.exists()
 
 
@@ -351,12 +348,8 @@ def test_ranks_already_started_by_a_launcher(
 
 
 def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = make_data(tmp_path / "data")
-    flags = ("--model.block-size", "16", "--micro-batch-size", "2", "--tokens-per-update", "64")
-    out = tmp_path / "run"
-    assert (
-        run(*TRAIN, *flags, "--data", str(data), "--out", str(out), "--steps", "2", "--json") == 0
-    )
+    data, out = make_data(tmp_path / "data"), tmp_path / "run"
+    assert run(*SMALL, "--data", str(data), "--out", str(out), "--steps", "2", "--json") == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == json.loads((out / "summary.json").read_text())
     assert "step 2/2" in captured.err

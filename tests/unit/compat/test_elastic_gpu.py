@@ -7,7 +7,7 @@ import torch
 
 from gradsync.commands.plan.description import Device, Hardware, Host, Link
 from gradsync.compat import log_gpu_memory
-from gradsync.compat.elastic_gpu import ElasticGPUConfig, FrozenPart, PartPlace
+from gradsync.compat.elastic_gpu import ElasticGPUConfig
 from gradsync.errors import ConfigError
 
 GB = 10**9
@@ -97,19 +97,6 @@ def test_hardware_by_name() -> None:
     assert (config.strategy, config.gpu_count) == ("hybrid", 3)
     with pytest.raises(ConfigError, match="strategy 'hybrid' places frozen parts, and none were"):
         config.place(torch.nn.Linear(1, 1))
-
-
-def test_two_and_one() -> None:
-    frozen = (
-        FrozenPart(name="llama", num_bytes=40 * GB, blocks=(5 * GB,) * 8),
-        FrozenPart(name="qwen", num_bytes=24 * GB),
-    )
-    config = ElasticGPUConfig(64, 68.0, frozen=frozen, hardware=gpus(3, 40))
-    assert config.strategy == "hybrid"
-    assert config.placement is not None
-    assert config.placement.places["llama"] == PartPlace(devices=(0, 1), first_blocks=4)
-    assert config.placement.places["qwen"] == PartPlace(devices=(2,))
-    assert "device 2: qwen" in str(config)
 
 
 def test_bad_numbers() -> None:

@@ -28,7 +28,6 @@ from gradsync.commands.launch.local import AgentRendezvous, LocalAgent, RankLogs
 from gradsync.core import torch_private
 from support.fork_server import run_forked
 from support.launchers import run_python
-from support.thread_ranks import run_thread_ranks
 
 
 def made_with(name: str, cls: type) -> object:
@@ -209,52 +208,6 @@ def test_where_wrappers_keep_the_module(file: str, line: str) -> None:
     """Read, not imported: the compiler alone takes a second."""
     assert line in (Path(torch.__file__).parent / file).read_text(encoding="utf-8")
     assert any(name in line for name in torch_private.WRAPPERS - {"module"})
-
-
-def test_a_tensor_counts_its_versions() -> None:
-    tensor = torch.zeros(2)
-    before = torch_private.version(tensor)
-    tensor.add_(1)
-    assert torch_private.version(tensor) == before + 1
-    tensor.data.add_(1)
-    assert torch_private.version(tensor) == before + 1
-
-
-def test_what_a_loss_keeps() -> None:
-    node = loss_node(reduction="mean")
-    assert torch_private.saved(node, "reduction") == 1
-    assert float(torch_private.saved(node, "total_weight")) == 2.0
-    assert torch_private.saved(divided(), "other") == 2.0
-    assert torch_private.saved(meaned(), "self_sym_numel") == 2
-    assert torch_private.saved(meaned(), "reduction") is None
-
-
-def test_a_backward_has_a_number_and_an_end() -> None:
-    seen: list[object] = []
-
-    def hook(_: torch.Tensor) -> None:
-        seen.append(torch_private.current_graph_task() >= 0)
-        torch_private.at_the_end_of_backward(lambda: seen.append("end"))
-
-    x = torch.zeros(2, requires_grad=True)
-    x.register_hook(hook)
-    x.sum().backward()
-    assert seen == [True, "end"]
-    assert torch_private.current_graph_task() == -1
-
-
-def test_a_group_and_its_backend() -> None:
-    def look(_: int, group: dist.ProcessGroup) -> tuple[object, ...]:
-        gloo = torch_private.backend_of(group, "cpu")
-        times = torch_private.timeout_of(group), torch_private.timeout_of(gloo)
-        whole, part = torch.zeros(2), torch.ones(2)
-        torch_private.all_gather_flat(group)(whole, part).wait()
-        options = dist.ReduceScatterOptions()
-        torch_private.reduce_scatter_flat(group)(part, whole + 1, options).wait()
-        kinds = torch_private.device_types(group)
-        return kinds, times[0] == times[1], whole.tolist(), part.tolist()
-
-    assert run_thread_ranks(look, 1) == [(["cpu"], True, [1.0, 1.0], [2.0, 2.0])]
 
 
 _OPTIMIZER_PROGRAM = """

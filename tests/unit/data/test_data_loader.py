@@ -480,15 +480,6 @@ def test_a_loader_at_its_end_says_that_it_gives_nothing(caplog: pytest.LogCaptur
     assert "gives nothing now: all passes are one loop" in said
 
 
-@pytest.mark.usefixtures("random_state")
-def test_a_resumed_loader_draws_what_the_undisturbed_one_did() -> None:
-    one = loader(range(12), World(), **OPTIONS, seed=5)
-    draw(one, 2)
-    other = loader(range(12), World(), **OPTIONS, seed=5)
-    other.load_state_dict(one.state_dict())
-    assert draw(other, 1) == keyed(5, [(2, micro_batch) for micro_batch in range(6)])
-
-
 def stream(rank: int, **options: Any) -> StreamLoader:
     """Rank `rank` of two, which agrees with itself alone."""
     return stream_loader(
@@ -593,21 +584,6 @@ def test_what_a_collate_function_draws_is_the_micro_batchs(make: Any) -> None:
     whole = batches(0, 1)
     assert {key: whole[key] for key in whole if key[0]} == batches(0, 1, skip=1)
     assert whole == {key: b for rank in range(3) for key, b in batches(rank, 3).items()}
-    if make is stream_loader:
-        alike = loader(
-            [*range(1, 37)],
-            World(),
-            **OPTIONS,
-            collate_fn=masked,
-            num_epochs=1,
-            seed=5,
-            shuffle=False,
-        )
-        assert whole == {
-            (micro_batch.step, micro_batch.index): micro_batch.batch
-            for step in alike
-            for micro_batch in step
-        }
 
 
 @pytest.mark.usefixtures("random_state")

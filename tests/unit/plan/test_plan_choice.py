@@ -23,10 +23,9 @@ from gradsync.commands.plan.choice import (
     room_bytes,
     splits,
 )
-from gradsync.commands.plan.description import Device, Hardware, Host, Kind, Link, gb
+from gradsync.commands.plan.description import Device, Hardware, Host, Kind, Link
 from gradsync.commands.plan.memory import MemoryNeed
 from gradsync.commands.plan.profile import StepProfile
-from gradsync.commands.plan.report import commands
 from gradsync.commands.plan.step_costs import StepTime
 from gradsync.commands.plan.workload import Split, Workload
 
@@ -248,23 +247,3 @@ def test_every_number_of_devices_and_layout_once() -> None:
         *("invariant pp=4", "invariant pp=2,tp=2", "invariant tp=4"),
     ]
     assert all(split.layout.tp <= 2 for split in splits(4, gpus(2, hosts=2), ("invariant",)))
-
-
-@pytest.mark.parametrize(
-    ("hardware", "about", "flags", "nproc"),
-    [
-        (gpus(1), {}, "--micro-batch-size 4", ""),
-        (gpus(4), {"state_gb": 100}, "--parallel pp=2,dp=2 --micro-batch-size 4", 4),
-        (gpus(1), {"activations_gb": 240}, "--micro-batch-size 4 --activation-checkpointing", ""),
-    ],
-)
-def test_command(hardware: Hardware, about: Any, flags: str, nproc: Any) -> None:
-    pick = taken(chosen(hardware, MadeUp(**about), **INVARIANT))
-    ((where, line),) = commands(pick, hardware, "small", ["--data", "my data"])
-    ranks = f" --nproc-per-node {nproc}" if nproc else ""
-    assert where == ""
-    assert line == f"gradsync train small --sync invariant {flags} --data 'my data'{ranks}"
-
-
-def test_numbers_in_words() -> None:
-    assert [gb(96.3e9), gb(5e7)] == ["96.3 GB", "50.0 MB"]

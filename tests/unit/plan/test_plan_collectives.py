@@ -151,11 +151,6 @@ def test_ranks_share_the_port_of_their_host() -> None:
     assert all_reduce_s(port, 8, "hierarchical") == pytest.approx(2 * (1 + 4) + 2 * (10 + 40))
 
 
-def test_half_of_an_all_reduce() -> None:
-    assert half_s(place(4, 8, None), 8) == pytest.approx(3 * (1 + 2))
-    assert half_s(place(4, 1), 8) == pytest.approx(3 * 20 + 3 * 10)
-
-
 def test_one_rank_sends_nothing() -> None:
     alone = place(1, 8, None)
     assert half_s(alone, 8) == 0

@@ -359,12 +359,6 @@ def test_the_guide_shows_what_is_printed() -> None:
     assert plan_output.main(["--check"]) == 0
 
 
-def test_a_block_is_made_anew(tmp_path: Path) -> None:
-    old = "before\n```\n$ gradsync plan xl --hardware 'h 100'\nold\n```\nafter\n```\nother\n```\n"
-    new = plan_output.render(old, answer="/".join)
-    assert new == old.replace("old", "xl/--hardware/h 100")
-
-
 def test_every_line_of_the_guide_can_be_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,15 +15,12 @@ from gradsync.commands.plan.profile import (
     UTILISATION,
     estimate_profile,
     leaf_operations,
-    probe_work,
     scaled_profile,
 )
 from gradsync.commands.plan.report import console_of, efficiency_table
 from gradsync.commands.plan.step_costs import (
     GroupPlace,
-    Sending,
     all_reduce_s,
-    channel_end,
     half_s,
     predict_step,
     simulate,
@@ -48,16 +45,6 @@ def test_an_estimate_is_arithmetic() -> None:
     assert estimate_profile(work(1, dtype="fp32"), device).leaf_s == pytest.approx(2 * leaf_s)
 
 
-def test_probe_is_a_small_leaf() -> None:
-    small = Workload(
-        model=preset("small"), micro_batch_size=4, seq_len=1024, num_leaves=8, kind="cpu"
-    )
-    leaf = probe_work(small)
-    assert (leaf.micro_batch_size, leaf.seq_len) == (1, 128)
-    assert probe_work(replace(small, kind="cuda")).leaf_tokens == 4096
-    assert probe_work(work(8, kind="cpu")) == work(8, kind="cpu")
-
-
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_measured_leaf_is_scaled_by_operations(recomputed: bool) -> None:
     """An estimate is proportional to operations: scaling one gives the other."""
@@ -70,12 +57,6 @@ def test_a_measured_leaf_is_scaled_by_operations(recomputed: bool) -> None:
     assert found.forward_s == pytest.approx(expected.forward_s)
     assert found.backward_s == pytest.approx(expected.backward_s)
     assert found.update_s == expected.update_s
-
-
-def test_a_channel_carries_one_after_the_other() -> None:
-    ready = [Sending(*each) for each in ((1, 2), (2, 1), (9, 1))]
-    assert channel_end(ready[:2]) == 4
-    assert channel_end(ready) == 10
 
 
 def test_one_rank() -> None:

@@ -20,7 +20,6 @@ from gradsync.commands.report.charts import (
     Chart,
     Line,
     figure,
-    number,
     read_spans,
     svg,
     thinned,
@@ -376,23 +375,6 @@ def test_what_is_not_finite_is_left_out() -> None:
     assert "inf" not in drawn
     assert svg(Chart(title="t", lines=[Line(name="a", points=[(1, math.nan)])])) == ""
     assert figure(Chart(title="t", lines=[])) == ""
-
-
-def test_areas_stand_on_each_other() -> None:
-    lines = [Line(name=n, points=[(0, 1.0), (1, 1.0)], color=k) for k, n in enumerate("ab")]
-    drawn = svg(Chart(title="t", lines=lines, stacked=True))
-    paths = re.findall(r'd="M([^"]*)Z"', drawn)
-    heights = [[float(p.split()[1]) for p in path.split("L")] for path in paths]
-    assert heights[0][:2] == heights[1][2:]  # the second stands on the first
-    assert heights[1][0] < heights[0][0]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (12_345, "12.35k"), (3e6, "3M"), (0.5, "0.5"), (1.2e-5, "1.2e-05"), (2e9, "2G")],
-)
-def test_numbers_are_short(value: float, text: str) -> None:
-    assert number(value) == text
 
 
 # -- in a browser ----------------------------------------------------------------------------------

@@ -285,19 +285,14 @@ def test_ctrl_c_leaves_the_run_alone(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "name a run directory"),
-        (["nowhere"], "no run directory"),
-    ],
+    ("arguments", "said"), [([], "name a run directory"), (["nowhere"], "no run directory")]
 )
 def test_bad_arguments(
-    run: Path,
     arguments: list[str],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(command.time, "sleep", lambda _: None)
-    assert main(["watch", *(str(run) if a == "RUN" else a for a in arguments)]) == 2
+    assert main(["watch", *arguments]) == 2
     assert said in capsys.readouterr().err

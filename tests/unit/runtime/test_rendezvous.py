@@ -138,6 +138,18 @@ def test_nobody_answers() -> None:
     assert "MASTER_ADDR/MASTER_PORT" in str(caught.value)
 
 
+def test_a_server_that_is_no_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own client would wait for ever for an answer."""
+    over = threading.Event()
+    monkeypatch.setattr("gradsync.runtime.store._tcp_store", lambda *_, **__: over.wait())
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = f"rank 1: what answers at 127.0.0.1:{port} is no rendezvous store"
+        with pytest.raises(RendezvousError, match=said):
+            join_store("127.0.0.1", port, rank=1, deadline_s=soon(0.3))
+    over.set()
+
+
 def test_a_server_that_comes_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))

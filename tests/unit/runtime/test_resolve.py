@@ -82,22 +82,6 @@ def test_nothing_set_is_one_rank():
 
 
 @pytest.mark.parametrize("family", [*MPI, *MANAGERS], ids=say)
-def test_torchrun_wins_over_anything(family):
-    resolution = resolve(family(0, 7) | torchrun(1, 2))
-    assert resolution.world.launcher == "torchrun"
-    assert resolution.world.rank == 1
-
-
-@pytest.mark.parametrize("inner", MPI, ids=say)
-@pytest.mark.parametrize("outer", [(0, 1), (1, 2), (3, 4)], ids=str)
-def test_mpi_wins_over_slurm_whatever_slurm_says(inner, outer):
-    """Open MPI's daemons are a step of their own, and ranks inherit its numbers."""
-    resolution = resolve(srun(*outer) | inner(2, 3))
-    assert resolution.world.launcher == inner.__name__
-    assert "outer layer" in resolution.explain()
-
-
-@pytest.mark.parametrize("family", [*MPI, *MANAGERS], ids=say)
 def test_by_hand_may_repeat_what_the_launcher_says(family):
     assert resolve(family(1, 3) | by_hand(1, 3)).world.launcher == "env"
 
@@ -318,11 +302,6 @@ def test_a_session_is_no_world():
             getattr(session, name)
     with pytest.raises(AttributeError, match="'Session' object has no attribute 'wrold'"):
         _ = session.wrold
-
-
-@pytest.mark.parametrize("text", [SRUN_TASK, ONE_TASK_SHELL, SBATCH_SHELL + MPIRUN, TORCHRUN, ""])
-def test_nobody_else_is_warned(text):
-    assert resolve(env(text)).warnings == ()
 
 
 def test_the_device_is_torchs_and_its_name_a_text() -> None:

@@ -111,18 +111,6 @@ def test_two_stages_give_the_same_expression(counts: list[int], ranks_a_host: in
     assert add_up(values, nodes, [root(start)]) == [expected]
 
 
-@pytest.mark.parametrize("num_leaves", range(41))
-def test_every_cut_in_two(num_leaves: int) -> None:
-    for cut in range(num_leaves + 1):
-        nodes, values = [], []
-        for leaves in shares([cut, num_leaves - cut]):
-            more_nodes, more_values = fold(leaves)
-            nodes += more_nodes
-            values += more_values
-        expected = definition(0, num_leaves) if num_leaves else None
-        assert add_up(values, nodes, [root(num_leaves)]) == [expected]
-
-
 @given(st.integers(0, 5000), st.integers(1, 5000))
 def test_largest_nodes(first: int, count: int) -> None:
     """They cover the leaves in order, none could be larger, and they are few."""
@@ -150,28 +138,6 @@ def test_the_stack_holds_the_largest_nodes_at_any_time(first: int, count: int) -
         assert nodes == largest_nodes(range(first, leaf + 1))
 
 
-def test_one_leaf_a_rank_needs_one_node() -> None:
-    for size in (1, 2, 4, 8):
-        assert [len(largest_nodes(leaves)) for leaves in shares([size] * 4)] == [1, 1, 1, 1]
-
-
-def test_a_wanted_node_without_leaves() -> None:
-    assert merges_of([], [(0, 0)]) == ([], [-1])
-    merges, ends = merges_of([(0, 4)], [(2, 0), (2, 1)])
-    assert (merges, ends) == ([], [-1, 0])
-
-
 def test_a_node_that_nobody_wants_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="below a wanted one"):
         merges_of([(0, 0), (0, 9)], [(1, 0)])
-
-
-@pytest.mark.parametrize(
-    ("num_leaves", "level"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)]
-)
-def test_root(num_leaves: int, level: int) -> None:
-    assert root(num_leaves) == (level, 0)
-
-
-def test_shares() -> None:
-    assert shares([2, 0, 3]) == [range(2), range(2, 2), range(2, 5)]

@@ -77,17 +77,6 @@ def test_shards_are_equal_aligned_and_cover_the_bucket(world_size: int, sizes: l
     assert all(shard.start % ALIGNMENT == 0 for shard in shards)
 
 
-def test_a_parameter_is_cut_inside() -> None:
-    """One big parameter still gives every rank its part."""
-    (plan,) = plan_buckets(items(1000), [0], bucket_bytes=math.inf, world_size=3)
-    assert plan.numel == 1152  # 6 x 3 x 64
-    assert [plan.shard(rank, 3) for rank in range(3)] == [
-        range(384),
-        range(384, 768),
-        range(768, 1152),
-    ]
-
-
 HALF = {"itemsize": 2, "kind": "bf16"}
 
 
@@ -139,9 +128,3 @@ def test_the_last_bucket_begins_with_a_large_parameter() -> None:
     assert indices(plans) == [[0, 1], [2, 3], [4]]
     small = plan_buckets(things, range(5), bucket_bytes=9000, first_bucket_bytes=1e6, world_size=1)
     assert indices(small) == [[0, 1, 2, 3, 4]], "all of it is less than a last bucket"
-
-
-@pytest.mark.parametrize("order", [[0], [0, 0], [0, 1, 2]])
-def test_an_order_that_misses_one_is_our_mistake(order: list[int]) -> None:
-    with pytest.raises(AssertionError, match="every parameter once"):
-        plan_buckets(items(1, 2), order, bucket_bytes=0, world_size=1)

@@ -79,9 +79,6 @@ def test_safe_code_passes(text: str) -> None:
     assert check_safety(MODULE, text) == []
 
 
-# -- layers ---------------------------------------------------------------------------------------
-
-
 # -- importing does nothing -----------------------------------------------------------------------
 
 LOOK = """

@@ -82,17 +82,6 @@ def test_exposed_communication_adds_up_until_reset(clock: Clock) -> None:
     assert interval.read() == (8.0, 0.0)
 
 
-def test_spans_of_one_name_add_up_until_reset(clock: Clock) -> None:
-    interval = Interval()
-    for seconds in (1.0, 2.0):
-        with interval.span("forward"):
-            clock.advance(seconds)
-        clock.advance(10.0)
-    assert (interval.seconds_of("forward"), interval.seconds_of("backward")) == (3.0, 0.0)
-    interval.reset()
-    assert interval.seconds_of("forward") == 0.0
-
-
 @pytest.mark.parametrize("part", ["backward", "step"])
 def test_exposed_communication_is_taken_from_the_part_in_which_it_lay(
     clock: Clock, part: str

@@ -273,6 +273,7 @@ def test_a_refused_start_leaves_a_run_that_is_done_as_it_was(
     note_failure(config, ConfigError("another seed"))
     note = json.loads((tmp_path / "exit.json").read_text())
     assert note["reason"] == ("its own" if before == 0 else "failed")  # a job must not go on by 75
+    assert note.get("error") == (None if before == 0 else "another seed")
 
 
 def test_a_full_disk_is_no_pages_of_logging(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import verify_table
 
 from gradsync.commands.launch import local
 from gradsync.commands.launch.ranks import Signals
@@ -192,25 +191,3 @@ def test_the_document_and_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     text = stream.getvalue()
     assert "failed naive W=1 mlp fp32: because" in text
     assert "4 cells and 8 checkpoints handed on, 1 failed, 3 s" in text
-
-
-def test_the_readme_table_follows_the_document(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = run(monkeypatch, plan_of(1, 2), tmp_path)
-    report, readme = tmp_path / "verify.json", tmp_path / "README.md"
-    report.write_text(json.dumps(document(VerifySettings(), results, 1.0)))
-    readme.write_text(f"before\n{verify_table.BEGIN}\nold\n{verify_table.END}\nafter\n")
-    words = [str(report), str(readme)]
-    assert verify_table.main([*words, "--check"]) == 1
-    assert "is not what" in capsys.readouterr().err
-    assert verify_table.main(words) == 0
-    assert verify_table.main([*words, "--check"]) == 0
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert "old" not in text
-    assert "| `invariant` | bitwise |" in text
-    readme.write_text("nothing here")
-    with pytest.raises(SystemExit, match="has no line"):
-        verify_table.main(words)

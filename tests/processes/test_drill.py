@@ -75,6 +75,16 @@ def test_a_run_that_goes_on_without_a_rank(undisturbed: str, rank: int, phase: s
     assert "2 rank(s) repeat it" in done.stderr
 
 
+def test_a_rank_that_was_started_again_joins() -> None:
+    """Rank 0, which writes the run's files; with an evaluation every few steps."""
+    words = ["drill", "--fault=kill", "--rank=0", "--step=3", "--json", "--", *TINY, "--steps=60"]
+    words += ["--nproc-per-node=3", "--on-loss=shrink", "--rejoin=1", "--eval.every=7"]
+    done = run_forked(["-m", "gradsync", *words], [WITH_RANKS], timeout_s=100)[0].ok()
+    verdict = json.loads(done.stdout)
+    assert (verdict["exit_code"], verdict["left"], verdict["broken"]) == (0, [], [])
+    assert "rank(s) 0 join; 3 rank(s) go on" in done.stderr
+
+
 def test_the_command(undisturbed: str) -> None:
     """A whole drill: its own ranks, a signal to one of them, and the way on."""
     words = ["drill", "--fault=sigterm", "--step=3", "--json", f"--expect={undisturbed}", "--"]

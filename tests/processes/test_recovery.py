@@ -93,6 +93,12 @@ def test_a_lost_rank_joins_again(
             assert end[name] == alone[name], name
 
 
+def test_when_all_are_lost_the_run_has_failed(tmp_path: Path) -> None:
+    done = launch(tmp_path / "out", 2, "invariant", "0:2:data", "1:1:data", rejoin=0)
+    assert done.returncode == 1
+    assert "rank 0 was ended by SIGKILL" in done.stderr
+
+
 def test_a_stopped_rank_is_left_behind(tmp_path: Path, alone: dict[str, Any]) -> None:
     launch(tmp_path / "out", 3, "invariant", "1:2:forward:stops").ok()
     assert [end["sha256"] for end in told(tmp_path / "out")] == [alone["sha256"]] * 2

@@ -153,7 +153,7 @@ def drill(
             work = {"flags": words, "fault": fault and asdict(fault)}
             (folder / _WORK).write_text(json.dumps(work))
             command = ["drill", WORKER, str(folder / _WORK)]
-            more = {"module": module, "on_loss": config.on_loss}
+            more = {"module": module, "on_loss": config.on_loss, "rejoin": config.rejoin}
             out = folder / name
             return _watched(out, lambda: start_ranks(command, ranks, signals, **more).code)
 

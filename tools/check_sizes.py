@@ -22,24 +22,24 @@ PACKAGES = REPOSITORY / "src" / "gradsync"
 LIBRARY = {
     "checkpoint": 1_259,
     "comm": 2_169,
-    "core": 752,
+    "core": 759,
     "data": 1_821,
-    "runtime": 4_411,
-    "sync": 10_062,
+    "runtime": 4_757,
+    "sync": 10_160,
 }
 COMMANDS = {
-    "bench": 2_667,
-    "cli": 1_407,
-    "compat": 1_188,
-    "launch": 1_351,
+    "bench": 2_669,
+    "cli": 1_409,
+    "compat": 1_190,
+    "launch": 1_389,
     "lint": 735,
     "models": 569,
     "parallel": 1_041,
     "plan": 2_753,
     "prepare": 924,
     "report": 990,
-    "train": 3_923,
-    "verify": 2_362,
+    "train": 3_992,
+    "verify": 2_363,
 }
 """Lines of each package of a floor, docstrings and blanks included."""
 FLOORS = (("library", LIBRARY, 20_474), ("commands", COMMANDS, 19_910))

@@ -59,8 +59,13 @@ def main() -> None:
         found, rows = goodput(options.minutes * 60, options.every, ranks=options.ranks), []
     print(json.dumps(found, indent=2))
     if options.out:
-        document = {"what": options.what, "environment": environment(), **found, "runs": rows}
-        write_record(options.out, document)
+        write_record(
+            options.out,
+            name=f"survive {options.what}",
+            command=f"python benchmarks/survive/run.py {options.what}",
+            environment=environment(world_size=options.ranks, threads=1),
+            data=found | ({"runs": rows} if rows else {}),
+        )
 
 
 # -- many runs ------------------------------------------------------------------------------------

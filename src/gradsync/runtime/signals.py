@@ -52,6 +52,7 @@ class StopRequest:
         self.signal_name = ""
         self._announce = announce
         self._previous: dict[signal.Signals, object] = {}
+        self._received: set[int] = set()
         self._first_interrupt_s: float | None = None
 
     @property
@@ -73,7 +74,9 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
+            # The launcher may pass on a signal that this rank has had already, and stopped for.
+            again = number in self._received and handler == signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if again else handler)  # pyrefly: ignore
         self._previous.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -87,6 +90,7 @@ class StopRequest:
                     words = "ended by a second Ctrl-C; the last checkpoint counts"
                     _say(f"{cursor}\ngradsync: {words}\n")
                 os._exit(INTERRUPTED)
+        self._received.add(number)
         if self._announce and not self.requested:
             hint = "; Ctrl-C again, a second later, ends at once, without saving"
             _say(f"gradsync: stopping after this step{hint if number == signal.SIGINT else ''}\n")

@@ -30,11 +30,13 @@ def handlers() -> list[object]:
 
 
 @pytest.fixture(autouse=True)
-def _hangups_end_programs() -> Iterator[None]:
+def _own_handlers() -> Iterator[None]:
     """SIGHUP's default action, also where the tests were started by nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_hangup_that_is_ignored_stays_ignored() -> None:
@@ -55,6 +57,13 @@ def test_a_signal_requests_a_stop(name: str) -> None:
         os.kill(os.getpid(), signal.Signals[name])
         assert stop.requested
         assert stop.signal_name == name
+
+
+def test_a_launcher_may_pass_it_on_late() -> None:
+    """Both the scheduler and the launcher signal a rank; the second one came at its exit."""
+    with StopRequest():
+        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_the_first_one_gives_the_name() -> None:

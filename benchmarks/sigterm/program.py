@@ -1,6 +1,6 @@
 """A training script with loader workers that saves when it is asked to stop, for run.py.
 
-    program.py FOLDER METHOD        METHOD: fork, spawn or forkserver
+program.py FOLDER METHOD        METHOD: fork, spawn or forkserver
 """
 
 from __future__ import annotations

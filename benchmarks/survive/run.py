@@ -139,7 +139,10 @@ def judge(lines: list[dict[str, Any]], *, live: bool, expected: Any) -> dict[str
     deaths = [line for line in lines if line["kind"] == "dies"]
     commits = [line for line in lines if line["kind"] == "committed"]
     waits = [
-        next((x["at"] - d["at"] for x in commits if x["at"] > d["at"] and x["step"] > d["step"]), None)
+        next(
+            (x["at"] - d["at"] for x in commits if x["at"] > d["at"] and x["step"] > d["step"]),
+            None,
+        )
         for d in deaths
     ]
     lost, repeated = count_samples(lines)
@@ -240,7 +243,9 @@ def wait_for(run: LongRun, ranks: int, limit_s: float = 60) -> None:
     until = time.monotonic() + limit_s
     while len(run.processes()) < ranks:
         if time.monotonic() > until or run.process.poll() is not None:
-            raise SystemExit(f"{run.processes()} after {limit_s} s: {(run.path / 'said').read_text()}")
+            raise SystemExit(
+                f"{run.processes()} after {limit_s} s: {(run.path / 'said').read_text()}"
+            )
         time.sleep(0.05)
 
 
@@ -274,10 +279,14 @@ def walk(events: int, *, ranks: int) -> dict[str, Any]:
     lines, code = run.stop()
     found = {"losses": losses, "joins": joins, "exit_code": code, "steps": max(end_of(lines))[0]}
     counted = dict(zip(("lost", "repeated"), count_samples(lines), strict=True))
-    return found | counted | {
-        "world_sizes": sorted({x["ranks"] for x in lines if x["kind"] == "committed"}),
-        "same_bits": same_end(lines, steps=steps, width=width),
-    }
+    return (
+        found
+        | counted
+        | {
+            "world_sizes": sorted({x["ranks"] for x in lines if x["kind"] == "committed"}),
+            "same_bits": same_end(lines, steps=steps, width=width),
+        }
+    )
 
 
 def goodput(seconds: float, every_s: float, *, ranks: int) -> dict[str, Any]:

@@ -90,7 +90,9 @@ def power_cuts(
     for seed in range(0, states, BATCH):
         where = folder / "disks"
         where.mkdir()
-        for _, promised, tag in crash.power_cuts(log, returned, min(BATCH, states - seed), where, seed):
+        for _, promised, tag in crash.power_cuts(
+            log, returned, min(BATCH, states - seed), where, seed
+        ):
             kinds = {promised: "the last one", promised + 1: "the one being saved"}
             found[kinds.get(tag, "a wrong one")] += 1
         shutil.rmtree(where)

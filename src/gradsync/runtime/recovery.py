@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from gradsync.errors import LostPeerError, PeerError
@@ -132,6 +132,8 @@ class Recovery:
         """Whether a step may be begun again, see `sync.attempts`."""
         self.recovered = 0
         """The last of them that this rank has joined."""
+        self.incidents: list[dict[str, Any]] = []
+        """Losses and joins that nobody has written down yet."""
         self.handles: WeakSet[Handle] = WeakSet()
         """Everything that synchronises a model."""
         self._stale = False
@@ -202,10 +204,12 @@ class Recovery:
                 raise error
             names = [self._names[rank] for rank in sorted(chosen)] + [*joining]
             presences = [group.presences[rank] for rank in sorted(chosen)] + [*joining.values()]
+            took_s = time.monotonic() - began
+            said = self._describe(sorted(lost), [*joining], len(names), error, finish=finish)
+            self.incidents.append({"time": time.time() - took_s, "said": said})
             if world.rank == min(chosen):
                 self._end(lost)
-                took_s = time.monotonic() - began
-                self._tell(sorted(lost), [*joining], len(names), error, took_s, finish=finish)
+                _say(f"{said}, agreed after {took_s:.2f} s")
             if joining:
                 most = max(report.committed for report in chosen.values())
                 place = (self.generation, saved or 0, most, names, presences, group.scope)
@@ -346,16 +350,15 @@ class Recovery:
                     os.kill(pid, signal.SIGKILL)
                 wait_until(lambda pid=pid: process_state(pid) == "ended", time.monotonic() + 5)
 
-    def _tell(
+    def _describe(
         self,
         lost: list[int],
         joining: list[int],
         num_left: int,
         error: BaseException | None,
-        took_s: float,
         *,
         finish: bool,
-    ) -> None:
+    ) -> str:
         told = []
         if lost:
             names = ", ".join(str(self._names[rank]) for rank in lost)
@@ -364,8 +367,7 @@ class Recovery:
         if joining:
             told.append(f"rank(s) {', '.join(map(str, joining))} join")
         what = "go on" if error is None else "finish it" if finish else "repeat it"
-        words = f"{num_left} rank(s) {what}, agreed after {took_s:.2f} s"
-        _say("; ".join([*told, words]))
+        return "; ".join([*told, f"{num_left} rank(s) {what}"])
 
 
 def _say(line: str) -> None:

@@ -156,10 +156,8 @@ class Session:
         device = device_here(self.options.device, self.world.local_rank)
         self._backend = choose_backend(self.options.backend, device)
         try:
-            if again:
-                self._wait_outside(resolution, again)
-            elif self.world.is_distributed:
-                self._join(resolution)
+            if self.world.is_distributed:
+                self._join(resolution, again)
             else:
                 self._set_up_compute(self.world)
             if self.options.catch_stop:
@@ -169,7 +167,7 @@ class Session:
             if self.options.on_loss == "shrink":
                 self._refuse_shrink()
                 times = {name: getattr(self.options, name) for name in ("silence_s", "timeout_s")}
-                name = resolution.world.rank if again else None
+                name = resolution.world.rank if self._joined_key else None
                 recovery = Recovery(self, **times, outside=name)
                 self._world = replace(self.world, recovery=recovery)
         except BaseException as error:
@@ -240,7 +238,7 @@ class Session:
         if launched or self.world.is_distributed:
             self._put_hook_back = end_program_as_said(leave_out_interrupts=launched, rank=rank)
 
-    def _join(self, resolution: Resolution) -> None:
+    def _join(self, resolution: Resolution, again: str) -> None:
         import torch.distributed as dist
 
         if dist.is_initialized():
@@ -248,7 +246,7 @@ class Session:
         options, world = self.options, self.world
         deadline_s = time.monotonic() + options.rendezvous_timeout_s
         self._connections = PeerConnections(options.silence_s)
-        meeting = meet(self._env, resolution, deadline_s=deadline_s)
+        meeting = meet(self._env, resolution, deadline_s=deadline_s, rejoins=again != "")
         self._meeting = meeting
         self._stack.callback(meeting.close)
         self._connections.learn()
@@ -256,6 +254,10 @@ class Session:
         # local rank.
         if not resolution.reading.needs_hosts:
             self._set_up_compute(world)
+        first = [f"here/{rank}" for rank in range(world.world_size)]
+        if again and (met := meeting.records.get_all(first)):
+            self._wait_outside(meeting, [Presence(**json.loads(each)) for each in met], again)
+            return
         presences = check_in(
             meeting.records,
             self._introduce(),
@@ -282,6 +284,8 @@ class Session:
         self.presences = presences
         self._undo_group_at_end()
         self._begin_group(meeting)
+        if again:
+            meeting.tell_launcher(joined_key(world.rank, again))
 
     def _introduce(self) -> Presence:
         """What this rank announces."""
@@ -294,20 +298,11 @@ class Session:
         self._stack.callback(wait_until_workers_sleep)
         os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
 
-    def _wait_outside(self, resolution: Resolution, count: str) -> None:
+    def _wait_outside(self, meeting: Meeting, first: list[Presence], count: str) -> None:
         """Be one rank alone, in a process that was started again, the `count`-th time; see
-        rejoin.py."""
-        deadline_s = time.monotonic() + self.options.rendezvous_timeout_s
-        self._connections = PeerConnections(self.options.silence_s)
-        meeting = meet(self._env, resolution, deadline_s=deadline_s, rejoins=True)
-        self._meeting = meeting
-        self._stack.callback(meeting.close)
-        self._connections.learn()
-        self._set_up_compute(self.world)
+        rejoin.py. `first`: all ranks at the start."""
+        self.presences = first
         self._interface = self._env.get("GLOO_SOCKET_IFNAME", "") or "lo"
-        keys = [f"here/{rank}" for rank in range(self.world.world_size)]
-        # Of all ranks at the start; those that joined later are in `Lobby`.
-        self.presences = [Presence(**json.loads(t)) for t in meeting.records.get_all(keys)]
         self._undo_group_at_end()
         name = self.world.rank
         self._joined_key = joined_key(name, count)

@@ -142,6 +142,8 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "_shutdown": (agent, "`gradsync launch` ends ranks that do not stop"),
     "_remaining_restarts": (agent, "`gradsync launch` starts ranks again that were stopped"),
+    "_popen": (lambda: SubprocessHandler, "`--rejoin` starts lost ranks again"),
+    "_worker_group": (agent, "the same"),
     "_stdout": (lambda: made_with("_stdout", SubprocessHandler), "log files stay open"),
     "_stderr": (lambda: made_with("_stderr", SubprocessHandler), "log files stay open"),
     "_dynamo": (lambda: torch._C, "optimizers import the compiler"),

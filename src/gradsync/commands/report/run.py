@@ -39,6 +39,8 @@ class Run:
     config: Mapping[str, Any]
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Each start of the run, as `RunDir.begin` notes it."""
+    incidents: list[Event] = field(default_factory=list)
+    """Losses that the run went on after, and ranks that joined it."""
     problems: list[str] = field(default_factory=list)
     """Lines that could not be read, and missing files."""
 
@@ -70,8 +72,11 @@ class Run:
     @property
     def events(self) -> list[Event]:
         """Points at which the run resumed or ended early, in order."""
-        found = []
+        found = [*self.incidents]
+        gone_on = {incident.step for incident in found}
         for before, start in pairwise(self.starts):
+            if start["step"] in gone_on:  # another rank writes since then
+                continue
             step, ended = start["step"], start.get("before") or {}
             reached = start.get("reached") or step
             words = f"after step {reached:g}: {_ended(ended) if ended else 'killed'}; went on from "
@@ -83,7 +88,7 @@ class Run:
         if code != 0 and last is not None:
             words = f"after step {last:g}: {_ended({**self.exit, 'error': ''})}"  # it is `outcome`
             found.append(Event(last, words, code != _STOPPED))
-        return found
+        return sorted(found, key=lambda event: event.step)
 
 
 def read_run(path: Path) -> Run:
@@ -104,6 +109,12 @@ def read_run(path: Path) -> Run:
     if (path / "starts.jsonl").is_file():
         read = _lines(path / "starts.jsonl", ("step", "world_size"), problems)
         starts = [entry | {"step": step} for step, entry in read]
+    incidents = []
+    if (path / "incidents.jsonl").is_file():
+        # Those that ended the run have no step, and are in exit.json.
+        for step, entry in _lines(path / "incidents.jsonl", ("step", "seconds"), []):
+            words = f"step {step:g}: {one_line(entry['said'])}, {entry['seconds']:.1f} s"
+            incidents.append(Event(step, words))
     config = None
     try:
         config = read_document(path / "config.yaml", "configuration").values
@@ -117,6 +128,7 @@ def read_run(path: Path) -> Run:
         environment=read_object(path / "env.json"),
         config=dict(flat(config)) if isinstance(config, dict) else {},
         starts=starts,
+        incidents=incidents,
         problems=problems,
     )
 

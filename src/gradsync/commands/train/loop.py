@@ -262,6 +262,10 @@ class Trainer:
         if world.is_main:
             self.run_dir.close()
             self.begin_record(step)
+        now = time.time()
+        for each in world.recovery.incidents:
+            self.run_dir.log_incident(each | {"step": step, "seconds": now - each["time"]})
+        world.recovery.incidents.clear()
         self.progress.say(f"step {step}: going on with {counted(world.world_size, 'rank')}")
 
     def _check_replicas(self, step: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -320,6 +321,8 @@ def note_failure(config: TrainConfig, error: Exception) -> None:
     code = error.exit_code if isinstance(error, GradsyncError) else 1
     with suppress(RunError), closing(run_dir):
         run_dir.hold()
-        run_dir.write_json(
-            "exit.json", {"exit_code": code, "reason": "failed", "error": str(error)}
-        )
+        ended = {"exit_code": code, "reason": "failed", "error": str(error)}
+        run_dir.write_json("exit.json", ended)
+        rank, host = (getattr(error, name, None) for name in ("rank", "host"))
+        named = {"kind": type(error).__name__, "rank": rank, "host": host}
+        run_dir.log_incident({"time": time.time(), "said": str(error), **named})

@@ -3,8 +3,8 @@ committed, and when.
 
     program.py FOLDER STEPS ON_LOSS SAVE_EVERY WIDTH STOP_AT [KILL …]
 
-STOP_AT: steps to take, at most STEPS; WIDTH: of the model's middle layer. KILL is RANK:STEP:PHASE, a
-rank by the number that the launcher gave it; each of them kills once.
+STOP_AT: steps to take, at most STEPS; WIDTH: of the model's middle layer. KILL is RANK:STEP:PHASE,
+with the number that the launcher gave to the rank; each of them kills once.
 """
 
 from __future__ import annotations
@@ -65,84 +65,102 @@ class Killer:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_inside(killer: Killer, now: list[int], reducer: Any) -> None:
+    """Let `killer` act at the phases that have no line in a script."""
+    update, reduce = steps_of_sync._clip_and_update, type(reducer).reduce
+    rename = files.Filesystem.rename
+
+    def dying_update(*given: Any) -> Any:
+        killer.at(now[0], "commit")  # all ranks hold the sums, none has updated
+        found = update(*given)
+        killer.at(now[0], "update")
+        return found
+
+    def dying_reduce(*given: Any) -> Any:
+        killer.at(now[0], "reduce")
+        return reduce(*given)
+
+    def dying_rename(self: Any, source: Path, target: Path) -> None:
+        killer.at(now[0], "save")
+        rename(self, source, target)
+
+    steps_of_sync._clip_and_update = dying_update
+    type(reducer).reduce = dying_reduce
+    files.Filesystem.rename = dying_rename
+
+
+def build(width: int, total: int, world: gs.World) -> dict[str, Any]:
+    """Model, optimizer and loader."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(16, width), nn.Dropout(0.1), nn.ReLU(), nn.Linear(width, width)]
+    model = nn.Sequential(*layers, nn.ReLU(), nn.Linear(width, 4))
+    rows = 2 * MICRO_BATCHES * total
+    data = TensorDataset(torch.randn(rows, 16), torch.randint(4, (rows,)))
+    batches = {"global_batch_size": 2 * MICRO_BATCHES, "micro_batch_size": 2}
+    loader = gs.loader(data, world, **batches, num_epochs=1)
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "loader": loader,
+    }
+
+
+def train(
+    sync: gs.GradientSync, parts: dict[str, Any], out: Path, killer: Killer, diary: Diary
+) -> bool:
+    """Train to the end, or to the step at which a signal asks to stop; returns whether one did."""
+    save_every, stop_at = int(sys.argv[4]), int(sys.argv[6])
+    model, optimizer, world = parts["model"], parts["optimizer"], sync.world
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    now = [0]
+    die_inside(killer, now, sync.reducer)
+    done, extra = gs.load(out / "checkpoints", **parts)
+    if extra:
+        scheduler.load_state_dict(extra["scheduler"])
+    diary.write("starts", step=done)
+    stop = False
+    for batch in parts["loader"]:
+        now[0] = done
+        for attempt in sync.attempts(batch):
+            with attempt:
+                generation = world.recovery.generation if world.recovery else 0
+                killer.at(done, "data")
+                indices = []
+                for micro_batch in batch:
+                    loss = cross_entropy(model(micro_batch.inputs), micro_batch.targets)
+                    killer.at(done, "forward")
+                    sync.backward(loss, micro_batch)
+                    indices.append(micro_batch.index)
+                diary.write("dealt", step=done, generation=generation, indices=indices)
+                result = sync.step(optimizer, clip_norm=1.0)
+                scheduler.step()
+        diary.write("committed", step=done, generation=generation, ranks=world.world_size)
+        done += 1
+        if done % save_every == 0 or result.rank_waits or result.stop:
+            state = {"scheduler": scheduler.state_dict()}
+            gs.save(out / "checkpoints", step=done, extra=state, **parts)
+            killer.at(done - 1, "saved")
+        stop = result.stop
+        if stop or done == stop_at:
+            break
+    whole = sync.state_dict(optimizer)  # ranks may hold parts of the optimizer's state
+    states = sorted(whole["optimizer"]["state"].items())
+    averages = {str(number): state["exp_avg"] for number, state in states}
+    sha256 = weights_sha256((whole["model"] | averages).items())
+    diary.write("ends", step=done, sha256=sha256, stopped=stop)
+    return stop
+
+
 def main() -> None:
-    """Train, and write the end state."""
-    folder, total, on_loss, save_every, width, stop_at, *kills = sys.argv[1:]
+    """Train as the arguments say."""
+    folder, total, on_loss, _, width, _, *kills = sys.argv[1:]
     out, name = Path(folder), os.environ.get("RANK", "0")
     diary = Diary(out, name)
     killer = Killer(out, name, kills, diary)
-    now = 0
-
     with gs.init(seed=0, threads=1, on_loss=on_loss, silence_s=2.0, catch_stop=True) as world:
-        torch.manual_seed(1)
-        wide = int(width)
-        layers = [nn.Linear(16, wide), nn.Dropout(0.1), nn.ReLU(), nn.Linear(wide, wide)]
-        model = nn.Sequential(*layers, nn.ReLU(), nn.Linear(wide, 4))
-        sync = gs.replicate(model, world)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
-        rows = 2 * MICRO_BATCHES * int(total)
-        data = TensorDataset(torch.randn(rows, 16), torch.randint(4, (rows,)))
-        batches = {"global_batch_size": 2 * MICRO_BATCHES, "micro_batch_size": 2}
-        loader = gs.loader(data, world, **batches, num_epochs=1)
-        parts = {"model": model, "optimizer": optimizer, "loader": loader}
-
-        # Phases inside of `sync.step` and of a write have no line in a script.
-        update, reduce = steps_of_sync._clip_and_update, type(sync.reducer).reduce
-        rename = files.Filesystem.rename
-
-        def dying_update(*given: Any) -> Any:
-            killer.at(now, "commit")  # all ranks hold the sums, none has updated
-            found = update(*given)
-            killer.at(now, "update")
-            return found
-
-        def dying_reduce(*given: Any) -> Any:
-            killer.at(now, "reduce")
-            return reduce(*given)
-
-        def dying_rename(self: Any, source: Path, target: Path) -> None:
-            killer.at(now, "save")
-            rename(self, source, target)
-
-        steps_of_sync._clip_and_update = dying_update
-        type(sync.reducer).reduce = dying_reduce
-        files.Filesystem.rename = dying_rename
-
-        done, extra = gs.load(out / "checkpoints", **parts)
-        if extra:
-            scheduler.load_state_dict(extra["scheduler"])
-        diary.write("starts", step=done)
-        stop = False
-        for batch in loader:
-            now = done
-            for attempt in sync.attempts(batch):
-                with attempt:
-                    generation = world.recovery.generation if world.recovery else 0
-                    killer.at(done, "data")
-                    indices = []
-                    for micro_batch in batch:
-                        loss = cross_entropy(model(micro_batch.inputs), micro_batch.targets)
-                        killer.at(done, "forward")
-                        sync.backward(loss, micro_batch)
-                        indices.append(micro_batch.index)
-                    diary.write("dealt", step=done, generation=generation, indices=indices)
-                    result = sync.step(optimizer, clip_norm=1.0)
-                    scheduler.step()
-            diary.write("committed", step=done, generation=generation, ranks=world.world_size)
-            done += 1
-            if done % int(save_every) == 0 or result.rank_waits or result.stop:
-                state = {"scheduler": scheduler.state_dict()}
-                gs.save(out / "checkpoints", step=done, extra=state, **parts)
-                killer.at(done - 1, "saved")
-            stop = result.stop
-            if stop or done == int(stop_at):
-                break
-        whole = sync.state_dict(optimizer)  # ranks may hold parts of the optimizer's state
-        states = sorted(whole["optimizer"]["state"].items())
-        averages = {str(number): state["exp_avg"] for number, state in states}
-        sha256 = weights_sha256((whole["model"] | averages).items())
-        diary.write("ends", step=done, sha256=sha256, stopped=stop)
+        parts = build(int(width), int(total), world)
+        sync = gs.replicate(parts["model"], world)
+        stop = train(sync, parts, out, killer, diary)
         sync.close()
     raise SystemExit(75 if stop else 0)
 

@@ -1,12 +1,12 @@
-"""Runs that lose ranks: do they end with the bits of an undisturbed one, and how soon do they go on?
+"""Runs that lose ranks: do they end with the bits of an undisturbed one, and when do they go on?
 
     python benchmarks/survive/run.py kills --runs 300 --out FOLDER    one or more ranks die in a run
     python benchmarks/survive/run.py walk --events 50 --out FOLDER    one run, losses and joins
     python benchmarks/survive/run.py goodput --minutes 20 --out FOLDER
 
 `kills`: half of the runs go on live (`--on-loss shrink`), half start again from their checkpoint
-(`--max-restarts`). Ranks are forked from a process that has torch loaded, so a restart costs less
-than a fresh interpreter, which takes about 2 s of a core more; `walk` and `goodput` start real ones.
+(`--max-restarts`). Ranks are forked from a process that has torch loaded; a fresh interpreter takes
+about 2 s of a core more. `walk` and `goodput` start real ones.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
-from support.fork_server import WITH_RANKS, Forked, clean_environment  # noqa: E402
-
 from gradsync.commands.bench.experiment import environment, write_record  # noqa: E402
+from support.fork_server import WITH_RANKS, Forked, clean_environment  # noqa: E402
 
 PROGRAM = str(HERE / "program.py")
 PHASES = ("data", "forward", "reduce", "commit", "update", "save")

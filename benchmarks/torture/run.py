@@ -4,7 +4,7 @@
 
 What must hold each time: a checkpoint that is found is whole, and is the last one whose save had
 returned, or the one being saved; damage is refused by name, never loaded. Power cuts are replayed
-on a model of a disk, see tests/unit/checkpoint/test_checkpoint_crash.py: unsynced bytes and names may
+on a model of a disk (tests/unit/checkpoint/test_checkpoint_crash.py): unsynced bytes and names may
 be lost, reordered or torn, synced ones may not.
 """
 

@@ -51,6 +51,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ["1:2:forward", "2:2:forward"],
         ["1:5:reduced"],
         ["1:2:data", "2:2:remade"],
+        ["1:2:data", "2:2:grouped"],
+        ["1:3:evaluates"],
+        ["0:3:evaluated", "2:3:evaluates"],
     ],
     ids=" ".join,
 )
@@ -60,9 +63,9 @@ def test_survivors_end_as_one_rank(tmp_path: Path, kills: list[str], alone: dict
     assert len(ends) == 3 - len(kills)
     for end in ends:
         assert end["world_size"] in (len(ends), len(ends) + ("5:reduced" in kills[-1]))
-        for name in ("sha256", "lr", "losses", "draws"):
+        for name in ("sha256", "lr", "losses", "draws", "seen"):
             assert end[name] == alone[name], name
-    assert f"step {int(kills[0][2]) + 1 + ('committed' in kills[0])}" in done.stderr
+    assert "lost rank(s)" in done.stderr
     # After the last loss no micro-batch is missing, and none comes twice.
     last = max(int(kill[2]) for kill in kills) + 1
     given = [[step, i] for end in ends for step, mine in end["done"] for i in mine if step >= last]
@@ -91,6 +94,15 @@ def test_a_lost_rank_joins_again(
     for end in ends:
         for name in ("sha256", "lr"):
             assert end[name] == alone[name], name
+
+
+def test_a_rank_that_differs_does_not_join(tmp_path: Path, alone: dict[str, Any]) -> None:
+    kills = ["1:1:data", "wait:3", "differs"]
+    done = launch(tmp_path / "out", 3, "invariant", *kills, rejoin=1).ok()
+    assert "rank 1, started again, leaves: lr of group 0 differs" in done.stderr.replace(
+        "model 0: ", ""
+    )
+    assert [end["sha256"] for end in told(tmp_path / "out")] == [alone["sha256"]] * 2
 
 
 def test_when_all_are_lost_the_run_has_failed(tmp_path: Path) -> None:

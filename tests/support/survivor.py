@@ -4,7 +4,8 @@ numbers, with a + for each time that they were started again. It writes what it 
 
     survivor.py OUT STRATEGY[:own] [KILL …]        own: loss.backward(), optimizer.step()
 
-`wait:STEP` among the kills: before that step rank 0 waits for a rank that was started again.
+Among the kills: `wait:STEP`, before that step rank 0 waits for a rank that was started again;
+`saves`, after each step; `differs`, a rank that was started again has another learning rate.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.utils.data import TensorDataset
 import gradsync as gs
 from gradsync.checkpoint.weights import weights_sha256
 
-STEPS, MICRO_BATCHES = 6, 8
+STEPS, MICRO_BATCHES, EVALUATED = 6, 8, 12
 
 
 def main(out: str, strategy: str, *kills: str) -> None:
@@ -52,10 +53,10 @@ def main(out: str, strategy: str, *kills: str) -> None:
         assert recovery is not None
         commit = recovery.commit
 
-        def dying_commit(barrier: Callable[[], None]) -> None:
-            dies("reduced")
-            commit(barrier)
-            dies("committed")
+        def dying_commit(barrier: Callable[[], None], *, evaluates: bool = False) -> None:
+            dies("evaluated" if evaluates else "reduced")
+            commit(barrier, evaluates=evaluates)
+            dies("done" if evaluates else "committed")
 
         recovery.commit = dying_commit
         group = cast("Any", recovery)._group
@@ -66,13 +67,22 @@ def main(out: str, strategy: str, *kills: str) -> None:
             regroup(number, presences)
 
         group.regroup = dying_regroup
+        make_group = group._make_group
+
+        def dying_make_group(*given: Any) -> None:
+            dies("grouped")
+            make_group(*given)
+
+        group._make_group = dying_make_group
         data = TensorDataset(torch.randn(STEPS * 16, 8), torch.randint(4, (STEPS * 16,)))
         loader = gs.loader(data, world, global_batch_size=16, micro_batch_size=2, num_epochs=1)
-        done, losses, draws = [], [], []
+        done, losses, draws, seen = [], [], [], []
         parts = {"model": model, "optimizer": optimizer, "loader": loader}
         steps, state = gs.load(Path(out, "checkpoints"), **parts)
         if state:
             scheduler.load_state_dict(state)
+        if "differs" in kills and "+" in me:
+            optimizer.param_groups[0]["lr"] = 0.3
         for batch in loader:
             now = batch.number
             while f"wait:{now}" in kills and world.is_main and world.world_size < first:
@@ -80,6 +90,11 @@ def main(out: str, strategy: str, *kills: str) -> None:
                     break
                 time.sleep(0.01)
             torch.rand(3)
+            for attempt in sync.attempts():
+                with attempt:  # an evaluation without messages of its own
+                    dies("evaluates")
+                    share = [*range(world.rank, EVALUATED, world.world_size)]
+            seen.append(sorted(number for each in gs.gather(share) for number in each))
             for attempt in sync.attempts(batch):
                 with attempt:
                     dies("data")
@@ -117,6 +132,7 @@ def main(out: str, strategy: str, *kills: str) -> None:
             "done": done,
             "losses": losses,
             "draws": draws,
+            "seen": seen,
             "lr": scheduler.get_last_lr(),
             "world_size": world.world_size,
             "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),

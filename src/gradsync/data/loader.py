@@ -208,7 +208,7 @@ class Loader:
                     seed=self._seed,
                     order=order,
                     ends_epoch=stop % length < stop - start,
-                    world_size=self._world.world_size,
+                    dealt_for=self._dealt_for,
                     deal=partial(self._deal_again, start, stop, number),
                 )
                 yield batch
@@ -224,15 +224,15 @@ class Loader:
 
     def _deal_again(
         self, start: int, stop: int, number: int
-    ) -> tuple[StepSpan, Callable[[], Any], int]:
-        """This rank's part of the step in progress and its reader, dealt among the ranks that are
-        left, and their number."""
+    ) -> tuple[StepSpan, Callable[[], Any], tuple[int, int]]:
+        """This rank's part of the step in progress and its reader, dealt among the ranks that there
+        are; this rank's number, and theirs."""
         end_workers(self._batches)
         self._samples, self._steps = start, number
         batches, self._dealt_again = self._open_batches(), True
         span, _ = next(self._spans(start))
         self._samples, self._steps = stop, number + 1
-        return span, partial(self._read, batches), self._world.world_size
+        return span, partial(self._read, batches), self._dealt_for
 
     def close(self) -> None:
         """End the iteration in progress and its worker processes, if any."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gradsync.data.batch_plan import StepSpan
-from gradsync.errors import DataError
+from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import seed_draws, seed_micro_batch, stream_seed
 
 IGNORED_TARGET = -100
@@ -126,14 +126,15 @@ class Batch:
         seed: int | None = None,
         order: str = "",
         ends_epoch: bool | None = None,
-        world_size: int = 0,
-        deal: Callable[[], tuple[StepSpan, Callable[[], Any], int]] | None = None,
+        dealt_for: tuple[int, int] = (0, 0),
+        deal: Callable[[], tuple[StepSpan, Callable[[], Any], tuple[int, int]]] | None = None,
     ) -> None:
         """`read` returns this rank's collated micro-batches, one after the other, of a step that is
-        dealt among `world_size` ranks. `deal` deals it again among the ranks that are left."""
+        `dealt_for` this rank's number and that of the ranks. `deal` deals it again among the ranks
+        that there are."""
         self._span, self._read = span, read
         self._device, self._seed, self._order, self._ends_epoch = device, seed, order, ends_epoch
-        self._world_size, self._deal = world_size, deal
+        self._dealt_for, self._deal = dealt_for, deal
         self._begin(number)
         self.number = number
         """Number of the step in the stream, from 0."""
@@ -154,8 +155,23 @@ class Batch:
     def deal_again(self) -> None:
         """Begin anew, dealt among the ranks that are left."""
         assert self._deal is not None, "checked by `sync.attempts`"
-        self._span, self._read, self._world_size = self._deal()
+        self._span, self._read, self._dealt_for = self._deal()
         self._begin(self.number)
+
+    def follow(self, rank: int, world_size: int) -> None:
+        """Deal it again if the ranks have changed since; this is rank `rank` of `world_size`.
+
+        Raises:
+            ConfigError: its micro-batches were read already.
+        """
+        if self._dealt_for == (rank, world_size):
+            return
+        if self._taken:
+            raise ConfigError(
+                f"the micro-batches of step {self.number} were read before ranks were lost or "
+                "joined: read them in the block of sync.attempts(batch)"
+            )
+        self.deal_again()
 
     @property
     def ends_epoch(self) -> bool:
@@ -195,7 +211,7 @@ class Batch:
                 seed=self._seed,
                 order=self._order,
                 num_micro_batches=self.num_micro_batches if self._order else 0,
-                world_size=self._world_size,
+                world_size=self._dealt_for[1],
             )
             if micro_batch.key is not None:
                 seed_micro_batch(*micro_batch.key)

@@ -32,6 +32,8 @@ class Report:
     """Steps whose update it has made."""
     holds_sums: bool
     """Whether it holds the whole sums of the step after them."""
+    evaluates: bool = False
+    """Whether it has done that step, an evaluation without sums: a lost rank's share is missing."""
     saved: int | None = None
     """The step of the checkpoint on disk at which it lets others join; None between checkpoints."""
 
@@ -71,7 +73,8 @@ def finishes(rank: int, chosen: Mapping[int, Report]) -> bool:
     most = max(report.committed for report in chosen.values())
     mine = chosen[rank]
     if mine.committed == most:
-        return all(r.holds_sums and r.committed == most for r in chosen.values())
+        ready = (r.holds_sums and not r.evaluates for r in chosen.values())
+        return all(ready) and all(r.committed == most for r in chosen.values())
     assert (mine.committed, mine.holds_sums) == (most - 1, True), (rank, chosen)
     return True
 

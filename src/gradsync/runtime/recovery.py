@@ -18,13 +18,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
-from gradsync.errors import LostPeerError, PeerError
+from gradsync.errors import ConfigError, LostPeerError, PeerError
 from gradsync.runtime.failure import communication_error, symptom
 from gradsync.runtime.membership import Move, Report, admits, finishes, next_move
 from gradsync.runtime.peers import process_state
@@ -78,6 +78,11 @@ class Group(Protocol):
         """
         ...
 
+    def announce(self, name: int, folder: str) -> None:
+        """Say that this process, of rank `name` as the launcher counts, waits for a checkpoint in
+        `folder`."""
+        ...
+
     def admission(self) -> Admission | None:
         """This rank's place in the group, if it waits outside and was admitted.
 
@@ -98,8 +103,23 @@ class Handle(Protocol):
         """Whether there are gradients that no step has used."""
         ...
 
+    saved_with: Any
+    """The optimizers that were saved with it."""
+
     def regroup(self) -> None:
         """Continue among the ranks that are left."""
+        ...
+
+    def settings(self) -> dict[str, str]:
+        """Hyper-parameters of the optimizers that were saved with the model."""
+        ...
+
+    def check_replicas(self, optimizer: Any) -> bool:
+        """Raise DriftError on all ranks unless they hold the same bits."""
+        ...
+
+    def finish_writing(self) -> None:
+        """Wait until nothing is being written."""
         ...
 
 
@@ -118,8 +138,8 @@ class Recovery:
         self, group: Group, *, silence_s: float, timeout_s: float, outside: int | None = None
     ) -> None:
         self._group, self._silence_s, self._timeout_s = group, silence_s, timeout_s
-        first = range(group.world.world_size)
-        self._first, self._names = len(first), [*first] if outside is None else [outside]
+        self._first = max(len(group.presences), group.world.world_size)  # ranks at the start
+        self._names = [*range(self._first)] if outside is None else [outside]
         self.waits_to_join = outside is not None
         """Whether this rank was started again, and has not joined the others yet."""
         self.generation = 0
@@ -132,6 +152,9 @@ class Recovery:
         """Whether a step may be begun again, see `sync.attempts`."""
         self.recovered = 0
         """The last of them that this rank has joined."""
+        self._saved: int | None = None
+        """The step of the checkpoint at which others may join before the next step."""
+        self._new: set[int] = set()  # names of ranks that were not compared with the others yet
         self.incidents: list[dict[str, Any]] = []
         """Losses and joins that nobody has written down yet."""
         self.handles: WeakSet[Handle] = WeakSet()
@@ -145,14 +168,20 @@ class Recovery:
         """The ranks; the same object after a loss, with new numbers."""
         return self._group.world
 
+    @property
+    def name(self) -> int:
+        """This rank's number as the launcher counts."""
+        return self._names[self.world.rank]
+
     def is_lost(self) -> bool:
         """Whether a rank is lost; the caller then gives up waiting."""
         self.abandoned = self.abandoned or self.lost
         return self.lost
 
-    def commit(self, barrier: Callable[[], None]) -> None:
-        """Return once every rank holds the step's whole sums, so that all make the update. One
-        `barrier` of the whole group; if it fails, survivors decide: see [Note: Commit].
+    def commit(self, barrier: Callable[[], None], *, evaluates: bool = False) -> None:
+        """Return once every rank holds the step's whole sums, so that all make the update; or once
+        every rank has done an evaluation. One `barrier` of the whole group; if it fails, survivors
+        decide: see [Note: Commit].
 
         Raises:
             RuntimeError: the barrier's own error: the step must begin again, or the run must end.
@@ -161,7 +190,8 @@ class Recovery:
             barrier()
         except RuntimeError as error:
             recovers = self.in_attempt and communication_error(error) is not None
-            if not recovers or not self.recover(error, holds_sums=True):
+            report = {"holds_sums": True, "evaluates": evaluates}
+            if not recovers or not self.recover(error, **report):
                 raise
         self.committed += 1
 
@@ -180,24 +210,30 @@ class Recovery:
                 self._stale = False
 
     def recover(
-        self, error: BaseException | None, *, holds_sums: bool = False, saved: int | None = None
+        self,
+        error: BaseException | None,
+        *,
+        holds_sums: bool = False,
+        evaluates: bool = False,
+        saved: int | None = None,
     ) -> bool:
         """Form a group without the lost ranks; returns whether this rank finishes the step.
 
         Args:
-            error: what a collective raised; None at a checkpoint, to let others join.
-            holds_sums: whether this rank holds the whole sums of the step.
-            saved: the step of the checkpoint on disk at which it lets others join.
+            error: what a collective raised; None after a checkpoint, to let others join.
+            holds_sums, evaluates, saved: see `Report`.
 
         Raises:
             PeerError: another rank's own failure ends the run, or the store is gone.
             RuntimeError: `error`, if no rank is lost, or one neither comes nor ends in time.
         """
         group, began = self._group, time.monotonic()
+        self._saved = None
         while True:
             self.generation += 1
             world, lost = group.world, set(range(group.world.world_size))
-            chosen, joining = self._agree(Report(self.committed, holds_sums, saved), error)
+            mine = Report(self.committed, holds_sums, evaluates, saved)
+            chosen, joining = self._agree(mine, error)
             finish = holds_sums = finishes(world.rank, chosen)
             lost -= chosen.keys()
             if error is not None and not lost and not joining:
@@ -212,8 +248,17 @@ class Recovery:
                 _say(f"{said}, agreed after {took_s:.2f} s")
             if joining:
                 most = max(report.committed for report in chosen.values())
-                place = (self.generation, saved or 0, most, names, presences, group.scope)
+                place = (
+                    self.generation,
+                    saved or 0,
+                    most,
+                    names,
+                    len(joining),
+                    presences,
+                    group.scope,
+                )
                 group.lobby.admit([*joining.values()], Admission(*place))
+            self._new.update(joining)
             self._names, saved = names, None
             try:
                 group.regroup(self.generation, presences)
@@ -226,60 +271,85 @@ class Recovery:
         log.info("rank %d goes on after %.2f s", world.rank, time.monotonic() - began)
         return finish
 
-    def let_join(self, step: int, ask: Callable[[], bool]) -> bool:
-        """At a checkpoint, on all ranks: take in those that were started again and wait. Returns
-        False if a rank was lost meanwhile, which the others have recovered from.
+    def saved(self, step: int, ask: Callable[[], bool]) -> bool:
+        """After a checkpoint, on all ranks: let those that wait for it join before the next step.
+        Returns False if a rank was lost meanwhile, which the others have recovered from.
 
         Args:
             step: of the checkpoint.
             ask: rank 0's answer on every rank: whether one waits, and the checkpoint is on disk.
         """
         try:
-            if ask():
-                self.recover(None, saved=step)
+            waits = ask()
         except RuntimeError as error:
             if communication_error(error) is None:
                 raise
             self.recover(error)
-            return False
-        finally:
             self.rebind(again=True)
+            return False
+        if waits:  # another save of the same step may be of no use to them
+            self._saved = step
         return True
 
-    def one_waits(self) -> bool:
-        """Whether a rank that was started again waits to join; asks for lost ranks only."""
-        lost = [name for name in range(self._first) if name not in self._names]
-        return bool(lost and self._group.lobby.waiting(lost))
+    def let_join(self) -> Collection[int]:
+        """Before a step, on all ranks: take in those that wait, if there is a checkpoint for them,
+        or join the others. Returns the new ranks of the group, which are to be compared."""
+        if self.waits_to_join:
+            self._join()
+        elif self._saved is not None:
+            self.recover(None, saved=self._saved)
+        self.rebind(again=True)
+        newcomers = [rank for rank, name in enumerate(self._names) if name in self._new]
+        self._new.clear()
+        return newcomers
 
-    def wait_outside(self) -> int:
-        """Wait until the others admit this rank; returns the step of the checkpoint to load.
+    def leave_out(self, newcomers: Collection[int], why: str) -> None:
+        """Go on without ranks that have joined, and differ from the others; they end."""
+        if self.world.rank in newcomers:
+            _say(f"rank {self.name}, started again, leaves: {why}")
+            os.kill(os.getpid(), signal.SIGKILL)  # as a lost rank, for the launcher
+        self.recover(LostPeerError(why))
+        self.rebind(again=True)
+
+    def one_waits(self, folder: str = "") -> bool:
+        """Whether a rank that was started again waits to join, at a checkpoint in `folder` or any;
+        asks for lost ranks only."""
+        lost = [name for name in range(self._first) if name not in self._names]
+        return bool(lost and self._group.lobby.waiting(lost, folder))
+
+    def wait_outside(self, folder: str) -> int:
+        """Wait for the others' next checkpoint in `folder`; returns its step. Later calls, for what
+        a script keeps in other folders, do not wait.
 
         Raises:
             SystemExit: the run is over.
         """
-        began = time.monotonic()
-        _say(f"rank {self._names[0]}, started again, waits for the others' next checkpoint")
-        while (admission := self._group.admission()) is None:
-            time.sleep(10 * _LOOK_S)
-        self._admission = admission
-        log.info("admitted after %.2f s", time.monotonic() - began)
-        return admission.step
+        if self._admission is None:
+            self._group.announce(self._names[0], folder)
+            _say(f"rank {self._names[0]}, started again, waits for the others' next checkpoint")
+            while (admission := self._group.admission()) is None:
+                time.sleep(10 * _LOOK_S)
+            self._admission = admission
+        return self._admission.step
 
-    def join(self) -> None:
+    def _join(self) -> None:
         """Enter the group that has admitted this rank, with the checkpoint loaded."""
         admission = self._admission
-        assert admission is not None, "wait_outside"
+        if admission is None:
+            raise ConfigError(
+                "this rank was started again, and joins the others by gs.load: call it before the "
+                "first step"
+            )
         self.generation, self.committed = admission.generation, admission.committed
-        self._names, self._first = admission.names, max(self._first, *admission.names) + 1
-        self.waits_to_join = False
+        self._names, self.waits_to_join = admission.names, False
+        self._new.update(admission.names[-admission.num_new :])
+        self._stale, self.recovered = True, self.generation
         try:
             self._group.regroup(self.generation, admission.presences)
         except RuntimeError as error:
             if communication_error(error) is None:
                 raise
             self.recover(error)
-        self._stale, self.recovered = True, self.generation
-        self.rebind(again=True)
 
     def _agree(
         self, mine: Report, error: BaseException | None
@@ -363,7 +433,7 @@ class Recovery:
         if lost:
             names = ", ".join(str(self._names[rank]) for rank in lost)
             said = "" if error is None else f" ({symptom(communication_error(error) or error)})"
-            told.append(f"lost rank(s) {names} in step {self.committed + 1}{said}")
+            told.append(f"lost rank(s) {names}{said}")
         if joining:
             told.append(f"rank(s) {', '.join(map(str, joining))} join")
         what = "go on" if error is None else "finish it" if finish else "repeat it"

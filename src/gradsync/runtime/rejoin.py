@@ -1,9 +1,9 @@
 """How a rank that was started again comes back: records between it and the ranks that went on.
 
-    announce   the launcher starts a lost rank's process again, and it says that it is there
-    build      it makes its model as one rank alone, up to `gs.load`
-    admit      at their next checkpoint the others agree to take it in, see membership.py
-    join       it loads that checkpoint, and enters the new group
+    start      the launcher starts a lost rank's process again
+    announce   it makes its model as one rank alone, up to `gs.load`, and says where it would load
+    admit      after their next checkpoint there, the others agree to take it in (membership.py)
+    join       it loads that checkpoint; at the next step it enters the new group
 
 Until it is admitted it can neither hold up the others nor end them.
 """
@@ -15,7 +15,6 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from gradsync.errors import LostPeerError
 from gradsync.runtime.peers import process_state
 from gradsync.runtime.store import Presence, SignedStore
 
@@ -41,6 +40,8 @@ class Admission:
     """Steps that the others have made since they began."""
     names: list[int]
     """The number that the launcher gave to each rank of the group."""
+    num_new: int
+    """How many of them are new; they are the last."""
     presences: list[Presence]
     """Of each rank of the group."""
     scope: str
@@ -57,17 +58,20 @@ class Lobby:
     def __init__(self, records: SignedStore) -> None:
         self._records = records
 
-    def announce(self, name: int, presence: Presence) -> None:
-        """Say that the process of rank `name`, as the launcher counts, was started again."""
-        self._records.set(f"again/{name}", json.dumps(asdict(presence)))
+    def announce(self, name: int, presence: Presence, folder: str) -> None:
+        """Say that the process of rank `name`, as the launcher counts, was started again, and waits
+        for a checkpoint in `folder`."""
+        self._records.set(f"again/{name}", json.dumps([folder, asdict(presence)]))
 
-    def waiting(self, names: Iterable[int]) -> dict[int, Presence]:
-        """Those of `names` whose new process waits, on this host."""
+    def waiting(self, names: Iterable[int], folder: str = "") -> dict[int, Presence]:
+        """Those of `names` whose new process waits on this host, for `folder` or for any."""
         found = {}
         for name in names:
             if (text := self._records.get(f"again/{name}")) is not None:
-                presence = Presence(**json.loads(text))
-                if presence.host == socket.gethostname() and _lives(presence):
+                theirs, told = json.loads(text)
+                presence = Presence(**told)
+                here = presence.host == socket.gethostname() and _lives(presence)
+                if here and folder in ("", theirs):
                     found[name] = presence
         return found
 
@@ -89,22 +93,19 @@ class Lobby:
         """Say that the run is over, so that nobody waits any longer."""
         self._records.set(_OVER, "1")
 
-    def is_over(self, first: Sequence[Presence]) -> bool:
-        """Whether the run has ended.
+    def how_it_ends(self, first: Sequence[Presence]) -> int | None:
+        """The exit code for a rank that waits: 0 if the run is over, 1 if no rank of it is left,
+        None while it goes on.
 
         Args:
             first: all ranks at the start.
-
-        Raises:
-            LostPeerError: no rank of it is left.
         """
         later = self.waiting(range(len(first))).values()
         members = (*first, *(each for each in later if self.admission(each) is not None))
         lives = any(map(_lives, members))  # before the next line: they say so, and then end
-        over = self._records.get(_OVER) is not None
-        if not over and not lives:
-            raise LostPeerError("no rank is left that this one could join")
-        return over
+        if self._records.get(_OVER) is not None:
+            return 0
+        return None if lives else 1
 
 
 def _lives(presence: Presence) -> bool:

@@ -116,13 +116,17 @@ class Meeting:
         """Set a key that the launcher, which serves the store, reads."""
         self._client.set(key, "1")
 
-    def second_connection(self) -> SignedStore:
-        """The records over a thread's own connection: one must not block the other."""
+    def connect(self) -> Any:
+        """The store over another connection: a thread that waits on one blocks it."""
         import torch.distributed as dist
 
         rank, deadline_s = self._world.rank, time.monotonic() + 10
         client = join_store(self.address, self.port, rank=rank, deadline_s=deadline_s)
-        return self.records.over(dist.PrefixStore(self._prefix, client))
+        return dist.PrefixStore(self._prefix, client)
+
+    def second_connection(self) -> SignedStore:
+        """The records over a connection of a thread's own."""
+        return self.records.over(self.connect())
 
     def everyone_is_here(self) -> None:
         """Remove the published port, which is no longer needed."""

@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +62,7 @@ from gradsync.world import World, place
 log = logging.getLogger("gradsync")
 
 _FAREWELL_S = 10.0
+_LOOK_S, _LAST_WORDS_S = 0.02, 0.5
 _NCCL_LATER_S = 60.0
 """By how much NCCL's own timeout is later: it ends the process before a rank can report why. It
 counts from the launch of a sum in backward, gloo's from the end of the step."""
@@ -101,6 +103,7 @@ class Session:
         """Of the ranks of the group, in order."""
         self._me: Presence | None = None
         self._joined_key = ""
+        self._lost = False
         self._connections: Any = None
         self._interface = ""
         self.watch: FailureWatch | None = None
@@ -304,11 +307,9 @@ class Session:
         self.presences = first
         self._interface = self._env.get("GLOO_SOCKET_IFNAME", "") or "lo"
         self._undo_group_at_end()
-        name = self.world.rank
-        self._joined_key = joined_key(name, count)
+        self._joined_key = joined_key(self.world.rank, count)
         alone = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
         self._world = replace(self.world, **alone, node_rank=0, num_nodes=1)
-        meeting.lobby.announce(name, self._introduce())
 
     def _begin_group(self, meeting: Meeting) -> None:
         """Make the process group of the ranks that are present, and watch them."""
@@ -340,7 +341,9 @@ class Session:
         if options.on_loss == "shrink":
             self.watch.start()  # a rank may be lost while the group is made
             self._meet(meeting.records, peers)
-        self._make_group(meeting, self._interface)
+            self._make_group_or_give_up(meeting)
+        else:
+            self._make_group(meeting, self._interface)
         self._connections.learn(pairs=True)
         if options.on_loss == "end":
             self.watch.start()
@@ -354,12 +357,38 @@ class Session:
         while not records.get_all(keys):
             missing = [rank for rank, key in enumerate(keys) if records.get(key) is None]
             if peers.lost(missing, self.options.silence_s) or time.monotonic() > deadline_s:
-                raise LostPeerError(f"rank(s) {missing} did not come to the new group")
+                raise LostPeerError("one more was lost before the new group was made")
             time.sleep(0.01)
+
+    def _make_group_or_give_up(self, meeting: Meeting) -> None:
+        """Make the group on a thread, and leave that behind if a rank is lost meanwhile: gloo waits
+        for it until the timeout."""
+        outcome: list[BaseException | None] = []
+
+        def make() -> None:
+            try:
+                self._make_group(meeting, self._interface)
+                outcome.append(None)
+            except BaseException as error:
+                outcome.append(error)
+
+        self._lost = False
+        thread = threading.Thread(target=make, name="gradsync-group", daemon=True)
+        thread.start()
+        while thread.is_alive() and not self._lost:
+            thread.join(_LOOK_S)
+        thread.join(_LAST_WORDS_S)  # it may be nearly done, or end with a connection
+        if thread.is_alive():
+            if self.world.recovery is not None:
+                self.world.recovery.abandoned = True
+            raise LostPeerError("a rank was lost while the group was made")
+        if outcome[0] is not None:
+            raise outcome[0]
 
     # -- after a loss, see recovery.py
 
     def _cut(self) -> None:
+        self._lost = True
         self._connections.cut(self.options.timeout_s)
         if (recovery := self.world.recovery) is not None:
             recovery.lost = True
@@ -385,6 +414,10 @@ class Session:
             self._cut()
         return self.watch, self._meeting.ballot(number)
 
+    def announce(self, name: int, folder: str) -> None:
+        """See `recovery.Group`."""
+        self.lobby.announce(name, self._introduce(), folder)
+
     def admission(self) -> Admission | None:
         """See `recovery.Group`."""
         meeting, me = self._meeting, self._me
@@ -393,9 +426,10 @@ class Session:
         if (found := meeting.lobby.admission(me)) is not None:
             meeting.learn_scope(found.scope)
             return found
-        if self.world.should_stop or meeting.lobby.is_over(self.presences):
+        ends = 0 if self.world.should_stop else meeting.lobby.how_it_ends(self.presences)
+        if ends is not None:
             log.warning("the run ended before this rank, which was started again, could join it")
-            raise SystemExit(0)
+            raise SystemExit(ends)
         return None
 
     def regroup(self, number: int, presences: Sequence[Presence]) -> None:
@@ -459,7 +493,7 @@ class Session:
         # first optimizer does), it would keep a destroyed group and its sockets alive.
 
         world, options = self.world, self.options
-        on_cuda = world.device_name != "cpu"
+        on_cuda, shrinks = world.device_name != "cpu", options.on_loss == "shrink"
         variables = {
             "RANK": str(world.rank),
             "WORLD_SIZE": str(world.world_size),
@@ -471,7 +505,8 @@ class Session:
         self._stack.enter_context(environ.exported(variables))
         dist.init_process_group(
             self._backend,
-            store=dist.PrefixStore("group", meeting.store),
+            # Under "shrink" this thread may be left behind, waiting on it.
+            store=dist.PrefixStore("group", meeting.connect() if shrinks else meeting.store),
             rank=world.rank,
             world_size=world.world_size,
             timeout=timedelta(seconds=options.timeout_s),

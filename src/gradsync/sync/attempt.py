@@ -11,10 +11,11 @@ from contextlib import ExitStack
 
 from gradsync.comm.groups import communicator
 from gradsync.data.micro_batch import Batch
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, DriftError
 from gradsync.runtime.failure import communication_error
 from gradsync.runtime.recovery import Recovery
 from gradsync.runtime.seeds import kept_generators
+from gradsync.sync.check_replicas import first_difference
 
 
 class Attempt:
@@ -33,18 +34,47 @@ class Attempt:
         """Whether a rank was lost before the step was committed."""
 
     def __enter__(self) -> Attempt:
-        if self._recovery is not None:
-            if self._recovery.waits_to_join:
-                raise ConfigError(
-                    "this rank was started again, and joins the others in gs.load: call it before "
-                    "the first step"
-                )
-            self._recovery.rebind()  # a step of the user's loop has used its gradients by now
-            self._refuse_half_a_step()
-            self._generators.enter_context(kept_generators())
-            self._before = self._recovery.committed, self._recovery.recovered
-            self._recovery.in_attempt = True
+        recovery = self._recovery
+        if recovery is not None and recovery.waits_to_join and not self._batches:
+            recovery = self._recovery = None  # an evaluation of one rank alone
+        if recovery is None:
+            return self
+        if self._batches:
+            self._let_join(recovery)
+        recovery.rebind()  # a step of the user's loop has used its gradients by now
+        self._refuse_half_a_step()
+        with kept_generators():  # the script has drawn for this step already
+            for batch in self._batches:
+                batch.follow(recovery.world.rank, recovery.world.world_size)
+        self._generators.enter_context(kept_generators())
+        self._before = recovery.committed, recovery.recovered
+        recovery.in_attempt = True
         return self
+
+    def _let_join(self, recovery: Recovery) -> None:
+        """Let ranks that were started again join, and compare them with the others: two all-gathers
+        of the whole group, then hashes of weights and optimizer state."""
+        if not (newcomers := recovery.let_join()):
+            return
+        comm = communicator(recovery.world)
+        handles = sorted(recovery.handles, key=lambda each: each.number)
+        told = {"the number of the batch": str([batch.number for batch in self._batches])}
+        for handle in handles:
+            told |= handle.settings()
+        try:
+            why = first_difference(comm, told)
+            for handle in [] if why else handles:
+                handle.check_replicas(handle.saved_with)
+        except DriftError as error:
+            why = str(error)
+        except RuntimeError as error:
+            if communication_error(error) is None:
+                raise
+            recovery.recover(error)
+            recovery.rebind(again=True)
+            return
+        if why:
+            recovery.leave_out(newcomers, why)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         recovery = self._recovery
@@ -74,7 +104,7 @@ class Attempt:
         """Without a step, as in an evaluation: all ranks have done all of the block, or none has.
         Returns the error after which it begins again. One barrier of the whole group."""
         try:
-            recovery.commit(lambda: communicator(recovery.world).barrier())
+            recovery.commit(communicator(recovery.world).barrier, evaluates=True)
         except RuntimeError as error:
             if communication_error(error) is None:
                 raise

@@ -44,7 +44,7 @@ from gradsync.sync.step import (
     settings_of_step,
     take_step,
 )
-from gradsync.sync.step_metadata import LossSum, to_sum, weight_of
+from gradsync.sync.step_metadata import LossSum, settings_of, to_sum, weight_of
 from gradsync.sync.user_loop import UserLoop
 from gradsync.sync.watch import ReplicaWatch, StragglerWatch, optimizer_watch
 from gradsync.world import World
@@ -109,6 +109,7 @@ class GradientSync:
         self._said_nan = False
         self.stopping = False  # Whether ranks agreed to stop in the last `step`
         self.writers: dict[Path, BackgroundWriter] = {}  # Of the folders that `gs.save` writes to
+        self.saved_with: Optimizers | None = None  # In the last `gs.save` or `gs.load`
         self._bind(comm, reducer, batch_norm or choose_batch_norm(model, comm, None))
         if self.world.recovery is not None:
             self.world.recovery.handles.add(self)
@@ -329,6 +330,15 @@ class GradientSync:
         while failed:
             yield (attempt := Attempt(recovery, batches))
             failed = attempt.failed
+
+    def settings(self) -> dict[str, str]:
+        """Hyper-parameters of the optimizers that were saved with the model."""
+        optimizers = [] if self.saved_with is None else each_optimizer(self.saved_with)
+        found = {}
+        for number, each in enumerate(optimizers):
+            told = settings_of(each, self.reducer.parameters, number=number)
+            found |= {f"model {self.number}: {name}": text for name, text in told.items()}
+        return found
 
     def regroup(self) -> None:
         """Continue among the ranks that are left; gradients of an abandoned step are dropped."""
@@ -567,6 +577,10 @@ class GradientSync:
             self.comm.close()
         if self.comm.world_size > 1:
             wait_until_workers_sleep()
+        self.finish_writing()
+
+    def finish_writing(self) -> None:
+        """Wait until `gs.save` writes nothing any more; raises its error."""
         for writer in self.writers.values():
             writer.wait()
 

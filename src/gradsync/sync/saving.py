@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from gradsync.checkpoint.weights import clean_names
 from gradsync.comm.values import broadcast_tensors, from_rank_0
 from gradsync.core.files import one_line
 from gradsync.errors import CheckpointError, ConfigError
-from gradsync.runtime.failure import communication_error
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
 from gradsync.sync.state_dict import is_extra_state
 from gradsync.sync.step import Optimizers
@@ -44,7 +43,8 @@ def save(
 
     All ranks call it, between two steps; rank 0 writes. The step waits for a copy only. The next
     save waits for the write, and so does `sync.close`. After a step whose result says `stop`, it is
-    written on return. Under `gs.init(on_loss="shrink")` ranks that were started again join here.
+    written on return. Under `gs.init(on_loss="shrink")` ranks that were started again join
+    before the next step.
 
     Args:
         folder: of this model's checkpoints; no other run or model may write there.
@@ -82,47 +82,22 @@ def save(
         if handle.stopping:
             writer.wait()
 
-    if not handle.world.waits_to_join:
-        write()
-        if handle.world.recovery is not None:
-            _let_join(handle, place, step, optimizer, write)
+    handle.saved_with = optimizer
+    if handle.world.waits_to_join:
+        return
+    write()
+    if (recovery := handle.world.recovery) is not None:
+        wrote = handle.comm.rank == 0
 
+        def one_waits() -> bool:
+            if found := recovery.one_waits(str(place)):
+                for each in recovery.handles:
+                    each.finish_writing()
+            return found
 
-def _let_join(
-    handle: GradientSync,
-    place: Path,
-    step: int,
-    optimizer: Optimizers | None,
-    write: Callable[[], None],
-) -> None:
-    """Let ranks that were started again join at this checkpoint. If a rank is lost meanwhile,
-    perhaps the one that was writing, `write` again."""
-    recovery = handle.world.recovery
-
-    def one_waits() -> bool:
-        if found := recovery.one_waits():
-            handle.writers[place].wait()
-        return found
-
-    wrote, before = handle.comm.rank == 0, recovery.generation
-    # Whole group, from rank 0: whether a rank waits.
-    if not recovery.let_join(step, lambda: from_rank_0(handle.comm, one_waits)):
-        if not wrote:
-            write()
-    elif recovery.generation > before:
-        _compare(handle, optimizer, step)
-
-
-def _compare(handle: GradientSync, optimizer: Optimizers | None, step: int) -> None:
-    """Compare the bits of a rank that has joined with those of the others."""
-    recovery = handle.world.recovery
-    try:
-        handle.check_replicas(optimizer, step=step)
-    except RuntimeError as error:
-        if communication_error(error) is None:
-            raise
-        recovery.recover(error)
-        recovery.rebind(again=True)
+        # Whole group, from rank 0: whether a rank that was started again waits for this checkpoint.
+        if not recovery.saved(step, lambda: from_rank_0(handle.comm, one_waits)) and not wrote:
+            write()  # rank 0 may be lost
 
 
 def _snapshot(step: int, state: Mapping[str, Any], loader: Any, extra: Any) -> Snapshot:
@@ -152,7 +127,7 @@ def load(
 
     All ranks call it after `gs.replicate`; rank 0 reads, checks every byte, and sends the others
     what it read. A rank that was started again waits here for the others' next `gs.save`, and joins
-    them.
+    them at the next step.
 
     Args:
         folder: as for `save`, or one `step-…` in it.
@@ -171,9 +146,9 @@ def load(
         DataError: on all ranks: the loader reads other data.
     """
     handle, place = _handle_of(model), Path(folder).absolute()
-    recovery = handle.world.recovery
+    handle.saved_with, recovery = optimizer, handle.world.recovery
     joins = recovery is not None and recovery.waits_to_join
-    expected = recovery.wait_outside() if joins else None
+    expected = recovery.wait_outside(str(place)) if joins else None
     tensors: dict[str, Tensor] = {}
     header = from_rank_0(handle.comm, lambda: _read(handle, place, tensors))
     if joins and (header is None or header["step"] != expected):
@@ -199,16 +174,12 @@ def load(
     handle.load_state_dict(state, optimizer)
     if loader is not None:
         loader.load_state_dict(position)
-    if joins:
-        recovery.join()
-        _compare(handle, optimizer, header["step"])
     return header["step"], extra
 
 
 def _read(handle: GradientSync, place: Path, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
     """The newest good checkpoint in `place`, or that one, its tensors in `tensors`; on rank 0."""
-    for writer in handle.writers.values():
-        writer.wait()
+    handle.finish_writing()
     path = place
     if not (place / MANIFEST_NAME).exists():
         info, problems = CheckpointStore(place).latest()

@@ -196,8 +196,10 @@ def _join_run(
             if world.is_main:
                 note_end(config, outcome)
             # Launchers end all ranks when the first one exits with a code (75), so the note is
-            # written before any rank exits. Whole group, one small message.
-            broadcast_json(communicator(world), None)
+            # written before any rank exits. Whole group, one small message. A loss must not end a
+            # run that can go on without a rank: our launcher waits for all.
+            if world.recovery is None:
+                broadcast_json(communicator(world), None)
     except Exception as error:
         # The session has asked the others, so it is known whose failure it was.
         if session.world.is_main:

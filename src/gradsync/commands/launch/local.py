@@ -378,7 +378,8 @@ class LocalAgent(LocalElasticAgent):
         """Leave out the ranks that a signal has ended, unless we sent it or no other rank goes on
         or has ended well, and start them again; returns `codes` without theirs."""
         lost = {number for number, code in enumerate(codes) if self._is_lost(number, code)}
-        gone = lost | self._lost
+        outside = {number for number in self._again if not self._has_joined(number)}
+        gone = lost | self._lost | outside
         if not any(c in (None, 0, STOPPED) for n, c in enumerate(codes) if n not in gone):
             return codes
         for number in sorted(lost):
@@ -399,9 +400,11 @@ class LocalAgent(LocalElasticAgent):
     def _is_lost(self, number: int, code: int | None) -> bool:
         if not code or number in self._lost:
             return False
-        count = self._again.get(number)
-        outside = count is not None and not self._meeting.has_joined(number, count)
+        outside = number in self._again and not self._has_joined(number)
         return outside or (code < 0 and -code not in self.received)
+
+    def _has_joined(self, number: int) -> bool:
+        return self._meeting.has_joined(number, self._again[number])
 
     def _let_others_speak(self) -> None:
         """Let the other ranks notice and name the failed rank, where torch would end them. A

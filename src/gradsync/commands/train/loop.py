@@ -189,7 +189,8 @@ class Trainer:
         """
         config, learner, totals = self.config, self.learner, Totals(done_steps)
         optim = config.optim.scaled(config.tokens_per_update)
-        if done_steps < config.steps and not self.generation:  # a group that is joined has learnt
+        # A group that this rank joins has learnt before.
+        if done_steps < config.steps and not self.world.waits_to_join:
             learner.prime((config.micro_batch_size, config.sequence_length))
         self.interval.reset()
         for batch in self.interval.waiting(self.data.train):
@@ -272,12 +273,14 @@ class Trainer:
         """Compare all ranks' bits, and record whether they are equal; DriftError ends the run."""
         sync, heal, drift = self.learner.sync, self.config.on_drift == "heal", None
         equal = False
-        for attempt in self._attempts():
+        for attempt in self.attempts():
+            self.follow_group(step)
             with attempt:
                 try:
                     equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
                 except DriftError as error:
                     drift = error
+        self.follow_group(step)
         # Rank 0 of a split model knows only its part.
         if self.world.is_distributed and not self.config.parallel:
             self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(equal)})
@@ -290,7 +293,7 @@ class Trainer:
         for group in learner.optimizer.param_groups:
             group["lr"] = lr
         result: StepResult | None = None
-        for attempt in self._attempts(batch):
+        for attempt in self.attempts(batch):
             with attempt:
                 learner.run_micro_batches(self.interval.waiting(batch), self.interval.span)
                 with self.interval.span("step"):
@@ -305,7 +308,7 @@ class Trainer:
         self.interval.add(result.exposed, "backward" if waits_in_backward else "step")
         return result
 
-    def _attempts(self, *batches: Batch) -> Iterable[AbstractContextManager[object]]:
+    def attempts(self, *batches: Batch) -> Iterable[AbstractContextManager[object]]:
         """See `GradientSync.attempts`; a split model has none."""
         once = [nullcontext()]
         return once if self.world.recovery is None else self.learner.sync.attempts(*batches)
@@ -365,7 +368,7 @@ class Trainer:
         """
         with self.interval.paused():
             self.learner.sync.replica.synchronize_replicas()
-            for attempt in self._attempts():
+            for attempt in self.attempts():
                 self.follow_group(totals.step)
                 with attempt:
                     totals.val_loss = self.learner.evaluate(self.data.val)
@@ -388,7 +391,8 @@ class Trainer:
         totals.saves_s.append(time.perf_counter() - began)
 
     def _let_join(self, totals: Totals, *, last: bool) -> None:
-        """Take in ranks that wait. If one is lost meanwhile, perhaps rank 0, save again."""
+        """Let ranks that wait join before the next step. If one is lost meanwhile, perhaps rank 0,
+        save again."""
         world, recovery = self.world, self.world.recovery
 
         def one_waits() -> bool:
@@ -399,7 +403,7 @@ class Trainer:
 
         was_main = world.is_main
         # Whole group, from rank 0: whether a rank waits.
-        undisturbed = recovery.let_join(totals.step, lambda: from_rank_0(self.comm, one_waits))
+        undisturbed = recovery.saved(totals.step, lambda: from_rank_0(self.comm, one_waits))
         self.follow_group(totals.step)
         if not undisturbed and not was_main:
             self.learner.save(totals.step, partial(self._keep, totals))

@@ -217,7 +217,8 @@ class RunDir:
         try:
             _make(self.path)
             _make(folder)
-            file = append_private(folder / f"rank_{world.rank:05d}.log")
+            rank = world.recovery.name if world.waits_to_join else world.rank
+            file = append_private(folder / f"rank_{rank:05d}.log")
         except OSError as error:
             raise ConfigError(f"cannot write to --out {self.path}: {error.strerror}") from error
         handler = logging.StreamHandler(file)

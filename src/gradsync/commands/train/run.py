@@ -95,8 +95,7 @@ def train(
         _refuse_unlike(config, data, comm)
         shape, device = model_config(config, data.vocab_size), _device(world, threads)
         config = replace(config, model=shape)
-        if not outside:
-            stack.enter_context(run_dir.rank_log(world))
+        stack.enter_context(run_dir.rank_log(world))
         stack.enter_context(kernels(config, world))
         kept = config.checkpoint
         store = CheckpointStore(run_dir.checkpoints, kept.keep_last, kept.keep_best)
@@ -117,9 +116,9 @@ def train(
             interval=Interval(on_cuda=world.device.type == "cuda"),
             watch=watch,
         )
+        trainer.learner.sync.saved_with = trainer.learner.optimizer
         if outside:
-            resumed = _join(trainer)
-            stack.enter_context(run_dir.rank_log(world))
+            resumed = _load_to_join(trainer)
         else:
             resumed = restore(trainer)
             _introduce(trainer, resumed, threads, notes)
@@ -135,21 +134,23 @@ def train(
         if fault is not None and not outside:
             fault.plant(trainer)
         totals = _run(trainer, resumed.step, stop)
-        return _finish(trainer, totals)
+        for attempt in trainer.attempts():  # rank 0 may be lost before it has written the summary
+            trainer.follow_group(totals.step)
+            with attempt:
+                outcome = _finish(trainer, totals)
+        return outcome
 
 
-def _join(trainer: Trainer) -> Resumed:
-    """Enter the run of the other ranks, at their next checkpoint, as a rank started again."""
-    recovery = trainer.world.recovery
-    step = recovery.wait_outside()
+def _load_to_join(trainer: Trainer) -> Resumed:
+    """As a rank that was started again: load the others' next checkpoint, to join them in the next
+    step."""
+    step = trainer.world.recovery.wait_outside("")
     resumed = restore(trainer)
     if resumed.step != step:
         raise CheckpointError(
             f"the others saved step {step} for this rank to join at; {trainer.run_dir.checkpoints} "
             f"has step {resumed.step}"
         )
-    recovery.join()
-    trainer.follow_group(step)
     return resumed
 
 

@@ -10,6 +10,7 @@ wait for them at exit: there the last reference is never dropped.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ _TASKS = Path("/proc/self/task")
 # A thread that waits for the GIL wakes up every 5 ms; an idle one does not.
 _SAMPLE_S = 0.012
 _ENDED_S = 0.05
+_LEAVE_S = 0.5
 
 
 class SendingThread(threading.Thread):
@@ -35,6 +37,33 @@ class SendingThread(threading.Thread):
     ) -> None:
         super().__init__(target=run, name=name, daemon=True)
         self.mark = mark
+
+
+def run_or_leave(call: Callable[[], None], leaves: Callable[[], bool]) -> bool:
+    """Run `call` on a thread, and raise what it raises; False if `leaves` became true meanwhile,
+    and it waits on: the thread is left behind."""
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+            outcome.append(None)
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="gradsync-group", daemon=True)
+    thread.start()
+    while thread.is_alive() and not leaves():
+        thread.join(_SAMPLE_S)
+    thread.join(_LEAVE_S)  # it may be nearly done, or end as its connections do
+    if outcome and outcome[0] is not None:
+        raise outcome[0]
+    return bool(outcome)
+
+
+def keep_forever(kept: object) -> None:
+    """Never drop the last reference to `kept`, not even at exit."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def finish_sending() -> None:

@@ -11,13 +11,11 @@ process has no process group.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import json
 import logging
 import os
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +36,12 @@ from gradsync.runtime.device import (
     device_here,
     device_identity,
 )
-from gradsync.runtime.gloo_group import finish_sending, wait_until_workers_sleep
+from gradsync.runtime.gloo_group import (
+    finish_sending,
+    keep_forever,
+    run_or_leave,
+    wait_until_workers_sleep,
+)
 from gradsync.runtime.machine import choose_threads, keep_freed_memory, pin_threads
 from gradsync.runtime.network import PeerConnections, interface_towards
 from gradsync.runtime.peers import Peers
@@ -62,7 +65,6 @@ from gradsync.world import World, place
 log = logging.getLogger("gradsync")
 
 _FAREWELL_S = 10.0
-_LOOK_S, _LAST_WORDS_S = 0.02, 0.5
 _NCCL_LATER_S = 60.0
 """By how much NCCL's own timeout is later: it ends the process before a rank can report why. It
 counts from the launch of a sum in backward, gloo's from the end of the step."""
@@ -341,7 +343,12 @@ class Session:
         if options.on_loss == "shrink":
             self.watch.start()  # a rank may be lost while the group is made
             self._meet(meeting.records, peers)
-            self._make_group_or_give_up(meeting)
+            self._lost = False
+            make = partial(self._make_group, meeting, self._interface)
+            if not run_or_leave(make, lambda: self._lost):  # gloo would wait until the timeout
+                if world.recovery is not None:
+                    world.recovery.abandoned = True
+                raise LostPeerError("a rank was lost while the group was made")
         else:
             self._make_group(meeting, self._interface)
         self._connections.learn(pairs=True)
@@ -359,31 +366,6 @@ class Session:
             if peers.lost(missing, self.options.silence_s) or time.monotonic() > deadline_s:
                 raise LostPeerError("one more was lost before the new group was made")
             time.sleep(0.01)
-
-    def _make_group_or_give_up(self, meeting: Meeting) -> None:
-        """Make the group on a thread, and leave that behind if a rank is lost meanwhile: gloo waits
-        for it until the timeout."""
-        outcome: list[BaseException | None] = []
-
-        def make() -> None:
-            try:
-                self._make_group(meeting, self._interface)
-                outcome.append(None)
-            except BaseException as error:
-                outcome.append(error)
-
-        self._lost = False
-        thread = threading.Thread(target=make, name="gradsync-group", daemon=True)
-        thread.start()
-        while thread.is_alive() and not self._lost:
-            thread.join(_LOOK_S)
-        thread.join(_LAST_WORDS_S)  # it may be nearly done, or end with a connection
-        if thread.is_alive():
-            if self.world.recovery is not None:
-                self.world.recovery.abandoned = True
-            raise LostPeerError("a rank was lost while the group was made")
-        if outcome[0] is not None:
-            raise outcome[0]
 
     # -- after a loss, see recovery.py
 
@@ -441,7 +423,7 @@ class Session:
         assert me is not None, "it has met them"
         wait_until_workers_sleep()  # [Note: Destroying a gloo group]
         if world.recovery.abandoned:
-            _keep_forever(process_groups())  # a worker still waits: the destructor would join it
+            keep_forever(process_groups())  # a worker still waits: the destructor would join it
         self._destroy_group()
         world.recovery.lost = world.recovery.abandoned = False
         self.presences = [*presences]
@@ -531,10 +513,6 @@ class Session:
         self._group = None
 
 
-def _keep_forever(kept: object) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-
-
 def _forget(session: weakref.ref[Session]) -> None:
     """Leave the run to the parent: this process is its forked child, and no rank. Destroying
     inherited objects would wait for threads that it lacks, and write to sockets that it shares."""
@@ -542,7 +520,7 @@ def _forget(session: weakref.ref[Session]) -> None:
 
     if (mine := session()) is not None:
         kept = mine._stack, mine._meeting, mine.watch, process_groups()
-        _keep_forever(kept)  # [Note: Destroying a gloo group]
+        keep_forever(kept)  # [Note: Destroying a gloo group]
         if mine.watch is not None:
             atexit.unregister(mine.watch.stop)
         mine._stack, mine._meeting, mine.watch = ExitStack(), None, None

@@ -134,11 +134,7 @@ def train(
         if fault is not None and not outside:
             fault.plant(trainer)
         totals = _run(trainer, resumed.step, stop)
-        for attempt in trainer.attempts():  # rank 0 may be lost before it has written the summary
-            trainer.follow_group(totals.step)
-            with attempt:
-                outcome = _finish(trainer, totals)
-        return outcome
+        return _finish(trainer, totals)
 
 
 def _load_to_join(trainer: Trainer) -> Resumed:
@@ -244,6 +240,15 @@ def _unlike_machines(trainer: Trainer) -> list[str]:
 
 
 def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
+    outcomes = []
+    for attempt in trainer.attempts():  # rank 0 may be lost before it has written the summary
+        trainer.follow_group(totals.step)
+        with attempt:
+            outcomes.append(_write_end(trainer, totals))
+    return outcomes[-1]
+
+
+def _write_end(trainer: Trainer, totals: Totals) -> TrainOutcome:
     learner, world = trainer.learner, trainer.world
     exit_code = EXIT_REQUEUE if totals.stopped_by else 0
     weights = learner.sync.replica.full_weights()  # all ranks: some may hold only a part

@@ -128,7 +128,7 @@ def sent_in_a_step(
         sent, rings = comm.sent_to - before, comm.ring_bytes() - rings
         handle.close()
         inside = sum(size for peer, size in sent.items() if peer // local == rank // local)
-        return inside, sent.total() - inside, rings
+        return inside, sent.total() - inside, round(rings, 6)
 
     return run_thread_ranks(work, hosts * local)
 

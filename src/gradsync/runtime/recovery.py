@@ -247,17 +247,16 @@ class Recovery:
                 self._end(lost)
                 _say(f"{said}, agreed after {took_s:.2f} s")
             if joining:
-                most = max(report.committed for report in chosen.values())
-                place = (
-                    self.generation,
-                    saved or 0,
-                    most,
-                    names,
-                    len(joining),
-                    presences,
-                    group.scope,
+                admission = Admission(
+                    generation=self.generation,
+                    step=saved or 0,
+                    committed=max(report.committed for report in chosen.values()),
+                    names=names,
+                    num_new=len(joining),
+                    presences=presences,
+                    scope=group.scope,
                 )
-                group.lobby.admit([*joining.values()], Admission(*place))
+                group.lobby.admit([*joining.values()], admission)
             self._new.update(joining)
             self._names, saved = names, None
             try:

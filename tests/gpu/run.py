@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,12 @@ class Job:
 
 
 def free_port() -> int:
-    """A port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port that is free now, below those that the system gives to outgoing connections: one of
+    these may be taken before a rank binds it."""
+    for port in range(20_000 + os.getpid() % 8_000, 32_000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port is free")
 
 
 def run_ranks(world_size: int, a_host: int, words: list[str], device: str, limit_s: float) -> Job:

@@ -133,10 +133,10 @@ def rank_that_fails(
 
     original = Trainer._save
 
-    def save(self: Trainer, step: int) -> None:
+    def save(self: Trainer, step: int, **more: Any) -> None:
         nonlocal saves
         saves += 1
-        original(self, step)
+        original(self, step, **more)
 
     with (
         mock.patch.object(ProcessGroupCommunicator, "exchange", exchange),

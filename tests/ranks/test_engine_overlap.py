@@ -263,9 +263,9 @@ def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
     share = (world_size - 1) / world_size
     for sent in run_thread_ranks(work, world_size):
         formula = halves * share * 4 * numel
-        # Four flags and the share of micro-batches that came; five marks of five numbers; loss and
+        # Five flags and the share of micro-batches that came; five marks of five numbers; loss and
         # weight; the used parameter; then perhaps the ranks' numbers of micro-batches.
-        small = 2 * share * 8 * (5 + 5 * 5 + 2 * NUM_BINS + 1)
+        small = 2 * share * 8 * (6 + 5 * 5 + 2 * NUM_BINS + 1)
         assert formula + small <= sent <= formula + small + 2 * share * 8 * world_size
 
 

@@ -31,7 +31,6 @@ from typing import Any
 
 import pytest
 
-from gradsync.commands.launch.worker import PROGRAM
 from support import processes
 from support.launchers import (
     ABORT_GRACE_S,
@@ -201,8 +200,8 @@ class _ForkedRank(subprocess.Popen[bytes]):
 
     def __init__(self, args: Sequence[str], env: dict[str, str], **streams: Any) -> None:
         words = tuple(args[2:])  # without the interpreter and its -u
-        if PROGRAM in words[:4]:  # the worker would replace itself by another interpreter
-            words = words[words.index(PROGRAM) + 2 :]
+        if "--" in words[:4]:  # the worker would replace itself by another interpreter
+            words = words[words.index("--") + 2 :]
         self._words = (words, env)
         self._streams = (streams["stdout"], streams["stderr"])
         super().__init__(args, env=env, **streams)

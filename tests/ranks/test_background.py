@@ -11,6 +11,7 @@ import torch
 
 from gradsync.comm.process_group import Background
 from gradsync.errors import RunError
+from gradsync.runtime.gloo_group import finish_sending
 
 NAME = "gradsync-background"
 
@@ -150,3 +151,14 @@ def test_the_worker_takes_over_the_number_of_intra_op_threads() -> None:
         torch.set_num_threads(before)
     assert seen == expected
     end(background)
+
+
+def test_a_thread_that_waits_for_a_lost_rank_is_left_behind() -> None:
+    """Gloo may never wake it; neither the new group nor the end of the session waits for it."""
+    never, lost = threading.Event(), threading.Event()
+    background = Background(lost=lost.is_set)
+    background.submit(lambda: never.wait() and None)
+    lost.set()
+    background.close()
+    finish_sending()
+    never.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,8 @@ def communicator(world: World | None = None) -> Communicator:
         return SingleCommunicator()
     if not dist.is_initialized():
         raise RunError("several ranks but no process group: use it inside `with gs.init()`")
-    lost = None if world is None or world.recovery is None else world.recovery.is_lost
+    recovery = None if world is None else world.recovery
+    lost = None if recovery is None else partial(recovery.is_lost, recovery.generation)
     return ProcessGroupCommunicator(dist.group.WORLD, lost=lost)
 
 

@@ -114,14 +114,17 @@ class Background:
         device: where the submitted work computes. On CUDA the worker has a separate stream, which
             starts after everything queued on the submitting stream so far, and `wait` makes the
             waiting stream wait for it. Keep the tensors alive until then.
+        lost: whether ranks are lost that the functions talk to; None never asks.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        device = torch.device(device)
+    def __init__(
+        self, device: torch.device | str = "cpu", *, lost: Callable[[], bool] | None = None
+    ) -> None:
+        device, self._lost = torch.device(device), lost
         # High priority: a sum that queues behind a layer's kernels is late.
         stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._worker = _Worker(stream)
-        self._thread: threading.Thread | None = None
+        self._thread: SendingThread | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -146,9 +149,14 @@ class Background:
         """Finish the submitted functions and end the thread; may be called again."""
         with self._lock:
             self._closed = True
-        if self._thread is not None:
-            self._worker.jobs.put(None)
-            self._thread.join()
+        if self._thread is None:
+            return
+        self._worker.jobs.put(None)
+        self._thread.join(None if self._lost is None else _LOOK.total_seconds())
+        while self._thread.is_alive() and not self._thread.left:
+            self._thread.join(_LOOK.total_seconds())
+            # Gloo does not always wake a thread that waits for a message of a lost rank.
+            self._thread.left = self._lost is not None and self._lost()
 
 
 class _Job:
@@ -247,7 +255,7 @@ _LAST_S = 5.0
 def _end(jobs: SimpleQueue[_Job | None], thread: weakref.ref[threading.Thread]) -> None:
     """End a thread that is alive at program exit: it must not be unwound within torch."""
     alive = thread()
-    if alive is not None:
+    if alive is not None and not getattr(alive, "left", False):
         jobs.put(None)
         alive.join(_LAST_S)
 
@@ -280,14 +288,14 @@ class ProcessGroupCommunicator:
         self.rank, self.world_size = group.rank(), group.size()
         self.checked = checked
         self.spare = [] if spare is None else spare
-        self._on_cpu, self._made, self._lost = on_cpu, made, lost
+        self._on_cpu, self._made, self.lost = on_cpu, made, lost
 
     @property
     def unchecked(self) -> ProcessGroupCommunicator:
         """A communicator over the same ranks that does not compare calls."""
         if not self.checked:
             return self
-        more = {"on_cpu": self._on_cpu, "spare": self.spare, "lost": self._lost}
+        more = {"on_cpu": self._on_cpu, "spare": self.spare, "lost": self.lost}
         return ProcessGroupCommunicator(self.group, **more)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -375,8 +383,8 @@ class ProcessGroupCommunicator:
         """`run(tensor, group)`, through a copy where needed."""
         there, group = self._readable(tensor), self._group_for(tensor)
         work = run(there, group)
-        if self._lost is not None:
-            work = Interruptible(work, self._lost)
+        if self.lost is not None:
+            work = Interruptible(work, self.lost)
         return work if there is tensor else Then(work, partial(tensor.copy_, there))
 
 
@@ -398,6 +406,7 @@ class Subset:
         self, parent: Messenger, ranks: Sequence[int] | None = None, channel: int = 0
     ) -> None:
         self._parent, self._channel = parent, channel
+        self.lost: Callable[[], bool] | None = getattr(parent, "lost", None)
         self._ranks = tuple(range(parent.world_size) if ranks is None else ranks)
         self.rank = self._ranks.index(parent.rank)
         self.world_size = len(self._ranks)

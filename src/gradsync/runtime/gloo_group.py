@@ -37,6 +37,8 @@ class SendingThread(threading.Thread):
     ) -> None:
         super().__init__(target=run, name=name, daemon=True)
         self.mark = mark
+        self.left = False
+        """Whether it waits for a lost rank, and was left behind."""
 
 
 def run_or_leave(call: Callable[[], None], leaves: Callable[[], bool]) -> bool:
@@ -70,7 +72,7 @@ def finish_sending() -> None:
     """Return when no thread of this process has anything left to send: other ranks may still need
     it after this one leaves."""
     for thread in threading.enumerate():
-        if isinstance(thread, SendingThread):
+        if isinstance(thread, SendingThread) and not thread.left:
             sent = thread.mark()
             while thread.is_alive() and not sent.wait(_ENDED_S):
                 pass

@@ -173,10 +173,11 @@ class Recovery:
         """This rank's number as the launcher counts."""
         return self._names[self.world.rank]
 
-    def is_lost(self) -> bool:
-        """Whether a rank is lost; the caller then gives up waiting."""
+    def is_lost(self, generation: int) -> bool:
+        """Whether a rank of the group of that generation is lost; the caller then gives up waiting.
+        The others may have a new group before it looks."""
         self.abandoned = self.abandoned or self.lost
-        return self.lost
+        return self.lost or self.generation != generation
 
     def commit(self, barrier: Callable[[], None], *, evaluates: bool = False) -> None:
         """Return once every rank holds the step's whole sums, so that all make the update; or once

@@ -212,7 +212,7 @@ def build_exchange(
             raise ConfigError(_NO_HOSTS)
         intra, inter, equal = levels_of(everyone, hosts)
         all_reduce = partial(hierarchical_all_reduce, intra, inter, equal_nodes=equal)
-    lane = Background(device)
+    lane = Background(device, lost=getattr(comm, "lost", None))
     return Collective(
         lambda bucket: lane.submit(partial(all_reduce, bucket.flat(0))),
         [lane, own] if isinstance(own, ProcessGroupCommunicator) and own is not comm else [lane],

@@ -139,7 +139,8 @@ class TreeExchange(Exchange):
         self._in_order = gather is not None
         self.in_one_order = device.type == "cuda" or gather is not None
         """Whether the lane has a separate group, which runs messages in order (NCCL)."""
-        self._lanes = [Background(device) for _ in range(1 if self.in_one_order else LANES)]
+        lost, lanes = getattr(comm, "lost", None), 1 if self.in_one_order else LANES
+        self._lanes = [Background(device, lost=lost) for _ in range(lanes)]
         self.made = [*self._lanes, *made]
         self._planned: Work = Done()
         self._num_buffers = 0

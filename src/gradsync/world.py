@@ -80,7 +80,7 @@ class World:
     @property
     def waits_to_join(self) -> bool:
         """Whether this rank was lost, was started again, and has not joined the others yet: until
-        `gs.load` it is one rank alone."""
+        its first step it is one rank alone."""
         return self.recovery is not None and self.recovery.waits_to_join
 
     @property

@@ -156,7 +156,7 @@ class Recovery:
         """The step of the checkpoint at which others may join before the next step."""
         self._new: set[int] = set()  # names of ranks that were not compared with the others yet
         self.incidents: list[dict[str, Any]] = []
-        """Losses and joins that nobody has written down yet."""
+        """Losses and joins that are in no file yet."""
         self.handles: WeakSet[Handle] = WeakSet()
         """Everything that synchronises a model."""
         self._stale = False
@@ -272,7 +272,7 @@ class Recovery:
         return finish
 
     def saved(self, step: int, ask: Callable[[], bool]) -> bool:
-        """After a checkpoint, on all ranks: let those that wait for it join before the next step.
+        """After a checkpoint, on all ranks: let ranks that wait for it join before the next step.
         Returns False if a rank was lost meanwhile, which the others have recovered from.
 
         Args:
@@ -292,7 +292,7 @@ class Recovery:
         return True
 
     def let_join(self) -> Collection[int]:
-        """Before a step, on all ranks: take in those that wait, if there is a checkpoint for them,
+        """Before a step, on all ranks: take in ranks that wait, if there is a checkpoint for them,
         or join the others. Returns the new ranks of the group, which are to be compared."""
         if self.waits_to_join:
             self._join()

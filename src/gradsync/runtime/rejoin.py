@@ -90,7 +90,7 @@ class Lobby:
         return Admission(**told)
 
     def close(self) -> None:
-        """Say that the run is over, so that nobody waits any longer."""
+        """Say that the run is over, so that no rank waits any longer."""
         self._records.set(_OVER, "1")
 
     def how_it_ends(self, first: Sequence[Presence]) -> int | None:

@@ -142,7 +142,7 @@ class StepResult:
     """Whether any rank's `StepCall` was late."""
     rank_waits: bool = False
     """Under `gs.init(on_loss="shrink")`: whether a lost rank was started again, and waits for
-    `gs.save` to join there."""
+    `gs.save` to join after it."""
 
 
 def take_step(parts: StepParts, call: StepCall) -> StepResult:

@@ -111,7 +111,7 @@ def read_run(path: Path) -> Run:
         starts = [entry | {"step": step} for step, entry in read]
     incidents = []
     if (path / "incidents.jsonl").is_file():
-        # Those that ended the run have no step, and are in exit.json.
+        # Incidents that ended the run have no step, and are in exit.json.
         for step, entry in _lines(path / "incidents.jsonl", ("step", "seconds"), []):
             words = f"step {step:g}: {one_line(entry['said'])}, {entry['seconds']:.1f} s"
             incidents.append(Event(step, words))

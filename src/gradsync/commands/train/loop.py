@@ -276,6 +276,7 @@ class Trainer:
         for attempt in self.attempts():
             self.follow_group(step)
             with attempt:
+                drift = None
                 try:
                     equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
                 except DriftError as error:

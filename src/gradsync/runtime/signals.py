@@ -9,6 +9,7 @@ Without a `StopRequest`, an interrupt ends the program, and `say_interrupted` pr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -74,9 +75,9 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            # The launcher may pass on a signal that this rank has had already, and stopped for.
-            again = number in self._received and handler == signal.SIG_DFL
-            signal.signal(number, signal.SIG_IGN if again else handler)  # pyrefly: ignore
+            signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
+            if number in self._received and handler == signal.SIG_DFL:
+                _pass_over_the_next(number)
         self._previous.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -95,6 +96,23 @@ class StopRequest:
             hint = "; Ctrl-C again, a second later, ends at once, without saving"
             _say(f"gradsync: stopping after this step{hint if number == signal.SIGINT else ''}\n")
         self.request(signal.Signals(number).name)
+
+
+def _pass_over_the_next(number: signal.Signals) -> None:
+    """Let this process alone outlive one more `number`, and any number of them while it exits.
+
+    The launcher may pass on a signal that this rank has had already, and stopped for. SIG_IGN would
+    be inherited by programs that are started later, and last; Python's own exit drops handlers.
+    """
+    owner = os.getpid()
+
+    def pass_over(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != owner:
+            os.kill(os.getpid(), number)
+
+    signal.signal(number, pass_over)
+    atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
 def signal_when_parent_ends(number: signal.Signals) -> None:

@@ -59,11 +59,35 @@ def test_a_signal_requests_a_stop(name: str) -> None:
         assert stop.signal_name == name
 
 
-def test_a_launcher_may_pass_it_on_late() -> None:
-    """Both the scheduler and the launcher signal a rank; the second one came at its exit."""
-    with StopRequest():
-        os.kill(os.getpid(), signal.SIGTERM)
+LATE = """
+import os, signal, subprocess, sys
+from gradsync.runtime.signals import StopRequest
+how = sys.argv[1]
+with StopRequest():
     os.kill(os.getpid(), signal.SIGTERM)
+if how == "in a child":
+    pid = os.fork() or os.kill(os.getpid(), signal.SIGTERM) or os._exit(0)
+    assert os.waitpid(pid, 0)[1] == signal.SIGTERM
+elif how == "in a program":
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    assert subprocess.run([sys.executable, "-c", kill]).returncode == -signal.SIGTERM
+for _ in range(int(how) if how.isdigit() else 0):
+    os.kill(os.getpid(), signal.SIGTERM)
+class AtExit:
+    def __del__(self):  # when Python has dropped all handlers
+        os.kill(os.getpid(), signal.SIGTERM)
+signal.last = AtExit()
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("in a child", 75), ("in a program", 75), ("1", 75), ("2", -signal.SIGTERM)]
+)
+def test_a_launcher_may_pass_it_on_late(how: str, code: int) -> None:
+    """Both the scheduler and the launcher signal a rank: once more after its stop, or as it exits.
+    Someone who asks a third time, and every other process, is heard."""
+    assert run_python(["-c", LATE, how]).returncode == code
 
 
 def test_the_first_one_gives_the_name() -> None:

@@ -31,6 +31,8 @@ from typing import Any
 
 import pytest
 
+from gradsync.errors import RendezvousError
+from gradsync.runtime.store import host_store, join_store
 from support import processes
 from support.launchers import (
     ABORT_GRACE_S,
@@ -234,6 +236,30 @@ class _ForkedRank(subprocess.Popen[bytes]):
         os._exit(code)
 
 
+def _host_store_elsewhere(address: str, port: int, *, one_host: bool) -> Any:
+    """A store in a process of its own, which ends with this one: a store has a thread, and a rank
+    forked while that thread looks up a name would inherit a lock of the C library for good."""
+    said, say = os.pipe()
+    lives, life = os.pipe()
+    if not os.fork():
+        os.close(life)
+        with os.fdopen(say, "w") as file:
+            try:
+                store = host_store(address, port, one_host=one_host)
+                file.write(str(store.port))
+            except RendezvousError as error:
+                file.write(str(error))
+        os.read(lives, 1)
+        os._exit(0)
+    os.close(say)
+    os.close(lives)
+    with os.fdopen(said) as file:
+        answer = file.read()
+    if not answer.isdigit():
+        raise RendezvousError(answer)
+    return join_store(address, int(answer), rank=0, deadline_s=time.monotonic() + 10)
+
+
 def _become(
     argv: tuple[str, ...], env: dict[str, str], cwd: str, out: str = "", err: str = ""
 ) -> None:
@@ -241,7 +267,10 @@ def _become(
     if WITH_RANKS.items() <= env.items():
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+        from gradsync.commands.launch import agent_rendezvous
+
         subprocess_handler.Popen = _ForkedRank
+        agent_rendezvous.host_store = _host_store_elsewhere
     gc.freeze()  # nothing of torch's is worth looking at in a collection
     os.setsid()
     for number, path in ((1, out), (2, err)):

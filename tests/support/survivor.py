@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -41,6 +42,8 @@ def main(out: str, strategy: str, *kills: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if f"{me}:{now}:{place}:stops" in kills:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if f"{me}:{now}:{place}:cuts" in kills:  # its host off the network
+            subprocess.run(["ip", "link", "set", "veth0", "down"], check=True)
         if f"{me}:{now}:{place}:raises" in kills:
             raise ValueError("a bug of the program")
 

@@ -6,7 +6,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ class Peers:
         hosts: host name of each rank, if they sit on several.
         connections: to those ranks; `Peers` maintains them from now on.
         all_here: whether all of them run, or have run, on this host.
+        has_ended: whether a process has, as the launcher on its host says.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class Peers:
         hosts: Sequence[str] = (),
         connections: PeerConnections | None = None,
         all_here: bool = False,
+        has_ended: Callable[[str, int], bool] = lambda _host, _pid: False,
     ) -> None:
         self._store, self.rank, self.world_size, self.hosts = store, rank, world_size, hosts
         self.hosted_by_agent = hosted_by_agent
-        self._connections = connections
+        self._connections, self._has_ended = connections, has_ended
         self._last_look: dict[int, bytes] = {}
         self._others = [other for other in range(world_size) if other != rank]
         self.processes = processes or {}
@@ -144,7 +146,7 @@ class Peers:
         return sorted(rank for rank, (_, calls) in self._ended.items() if calls >= _STILL_CALLS)
 
     def lost(self, missing: Sequence[int], silence_s: float) -> set[int]:
-        """Those of `missing` that have ended on this host, or whose heartbeat has stood still for
+        """Those of `missing` that have ended, or whose heartbeat has stood still for
         `silence_s` since the first call; not a process of this host that is merely slow."""
         now, beats = time.monotonic(), self.beats() if missing else {}
         found = set()
@@ -154,6 +156,9 @@ class Peers:
                 since = now
             self._beats_seen[rank] = (beats[rank], since)
             state = process_state(self.pids[rank]) if rank in self._seen else ""
+            it = self.processes.get(rank)
+            if not state and it is not None and self._has_ended(it.host, it.pid):
+                state = "ended"
             if state == "ended" or (state != RUNS and now - since > silence_s):
                 found.add(rank)
         return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from gradsync.runtime.peers import process_state
@@ -26,6 +26,17 @@ _OVER = "over"
 def joined_key(name: int, count: str) -> str:
     """A key that the launcher reads: rank `name`, started again `count` times, has joined."""
     return f"gradsync/joined/{name}/{count}"
+
+
+def ended_key(host: str, pid: int) -> str:
+    """A key for the ranks of other hosts: that process, a rank, has ended."""
+    return f"gradsync/ended/{host}/{pid}"
+
+
+def group_key(node: object) -> str:
+    """A key that launchers read: the number of the last group with ranks of host number `node`, as
+    the launcher counts; without it, the first."""
+    return f"gradsync/group/{node}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +75,19 @@ class Lobby:
         self._records.set(f"again/{name}", json.dumps([folder, asdict(presence)]))
 
     def waiting(self, names: Iterable[int], folder: str = "") -> dict[int, Presence]:
-        """Those of `names` whose new process waits on this host, for `folder` or for any."""
-        found = {}
+        """Those of `names` whose new process waits, for `folder` or for any."""
+        return {
+            name: presence
+            for name, presence, theirs in self._announced(names)
+            if folder in ("", theirs) and self.admission(presence) is None
+        }
+
+    def _announced(self, names: Iterable[int]) -> Iterator[tuple[int, Presence, str]]:
         for name in names:
             if (text := self._records.get(f"again/{name}")) is not None:
-                theirs, told = json.loads(text)
-                presence = Presence(**told)
-                here = presence.host == socket.gethostname() and _lives(presence)
-                if here and folder in ("", theirs):
-                    found[name] = presence
-        return found
+                folder, told = json.loads(text)
+                if _may_live(presence := Presence(**told)):
+                    yield name, presence, folder
 
     def admit(self, newcomers: Sequence[Presence], admission: Admission) -> None:
         """Tell them their place; every member does, since any of them may die."""
@@ -100,13 +114,13 @@ class Lobby:
         Args:
             first: all ranks at the start.
         """
-        later = self.waiting(range(len(first))).values()
+        later = [each for _, each, _ in self._announced(range(len(first)))]
         members = (*first, *(each for each in later if self.admission(each) is not None))
-        lives = any(map(_lives, members))  # before the next line: they say so, and then end
+        lives = any(map(_may_live, members))  # before the next line: they say so, and then end
         if self._records.get(_OVER) is not None:
             return 0
         return None if lives else 1
 
 
-def _lives(presence: Presence) -> bool:
-    return process_state(presence.pid) != "ended"
+def _may_live(presence: Presence) -> bool:
+    return presence.host != socket.gethostname() or process_state(presence.pid) != "ended"

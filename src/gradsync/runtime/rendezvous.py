@@ -31,7 +31,7 @@ import psutil
 from gradsync.errors import RendezvousError
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.network import address_of, own_address
-from gradsync.runtime.rejoin import Lobby
+from gradsync.runtime.rejoin import Lobby, ended_key
 from gradsync.runtime.resolve import Resolution
 from gradsync.runtime.store import LEFT, SignedStore, host_store, join_store, token_of, wait_until
 from gradsync.world import World
@@ -112,9 +112,13 @@ class Meeting:
         self.records = self.records.over(self.store)
         self.records.scope = f"{self.scope}/{number}"
 
-    def tell_launcher(self, key: str) -> None:
-        """Set a key that the launcher, which serves the store, reads."""
-        self._client.set(key, "1")
+    def tell_launcher(self, key: str, value: str = "1") -> None:
+        """Set a key that the launchers read."""
+        self._client.set(key, value)
+
+    def has_ended(self, host: str, pid: int) -> bool:
+        """Whether the launcher on that host says that a rank of its own has ended."""
+        return bool(self._client.check([ended_key(host, pid)]))
 
     def connect(self) -> Any:
         """The store over another connection: a thread that waits on one blocks it."""

@@ -46,7 +46,7 @@ from gradsync.runtime.machine import choose_threads, keep_freed_memory, pin_thre
 from gradsync.runtime.network import PeerConnections, interface_towards
 from gradsync.runtime.peers import Peers
 from gradsync.runtime.recovery import Recovery
-from gradsync.runtime.rejoin import REJOIN, Admission, Lobby, joined_key
+from gradsync.runtime.rejoin import REJOIN, Admission, Lobby, group_key, joined_key
 from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
@@ -183,11 +183,10 @@ class Session:
 
     def _refuse_shrink(self) -> None:
         """Raise ConfigError where a loss cannot be survived, on all ranks."""
-        several = not self.world.one_host
-        if several or "nccl" in self._backend or sys.platform != "linux":
+        if "nccl" in self._backend or sys.platform != "linux":
             raise ConfigError(
-                "on_loss='shrink' works over Gloo on one Linux host; here take on_loss='end' and "
-                "a restart from a checkpoint"
+                "on_loss='shrink' works over Gloo on Linux; here take on_loss='end' and a restart "
+                "from a checkpoint"
             )
 
     def close(self, error: BaseException | None = None) -> None:
@@ -260,6 +259,11 @@ class Session:
         if not resolution.reading.needs_hosts:
             self._set_up_compute(world)
         first = [f"here/{rank}" for rank in range(world.world_size)]
+        # By default gloo listens on the address of the host's name.
+        interface = self._env.get("GLOO_SOCKET_IFNAME", "")
+        if not interface and world.one_host:
+            interface = "lo" if sys.platform == "linux" else "lo0"
+        self._interface = interface or interface_towards(meeting.address)
         if again and (met := meeting.records.get_all(first)):
             self._wait_outside(meeting, [Presence(**json.loads(each)) for each in met], again)
             return
@@ -277,11 +281,6 @@ class Session:
         if resolution.reading.needs_hosts:
             self._set_up_compute(place(world, hosts, trust_local=resolution.reading.trust_local))
         check_not_shared(hosts, [presence.device_identity for presence in presences])
-        # By default gloo listens on the address of the host's name.
-        interface = self._env.get("GLOO_SOCKET_IFNAME", "")
-        if not interface and self.world.one_host:
-            interface = "lo" if sys.platform == "linux" else "lo0"
-        self._interface = interface or interface_towards(meeting.address)
         if "gloo" in self._backend:
             check_reach(
                 meeting.records, self.world, hosts, interface=self._interface, deadline_s=deadline_s
@@ -307,7 +306,6 @@ class Session:
         """Be one rank alone, in a process that was started again, the `count`-th time; see
         rejoin.py. `first`: all ranks at the start."""
         self.presences = first
-        self._interface = self._env.get("GLOO_SOCKET_IFNAME", "") or "lo"
         self._undo_group_at_end()
         self._joined_key = joined_key(self.world.rank, count)
         alone = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
@@ -329,7 +327,8 @@ class Session:
             processes={o: it for o, it in enumerate(self.presences) if o != world.rank},
             hosts=[] if world.one_host else [each.host for each in self.presences],
             connections=self._connections,
-            all_here=options.on_loss == "shrink",
+            all_here=options.on_loss == "shrink" and world.one_host,
+            has_ended=meeting.has_ended,
         )
         self.watch = FailureWatch(
             store,
@@ -437,6 +436,7 @@ class Session:
             self._begin_group(meeting)
         else:
             self.watch = None
+        meeting.tell_launcher(group_key(self._env.get("GROUP_RANK", "0")), str(number))
         if self._joined_key:
             meeting.tell_launcher(self._joined_key)
 
@@ -562,7 +562,7 @@ def init(
         catch_stop: let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP make the `stop` of `sync.step`'s result
             true, on all ranks after the same step. A second Ctrl-C ends the program.
         on_loss: "shrink" goes on without a rank that dies or is stopped, with the same bits under
-            `invariant`, on one Linux host over gloo. Write the step in `for attempt in
+            `invariant`, on Linux over gloo. Write the step in `for attempt in
             sync.attempts(batch):`, and start it by `gradsync launch --on-loss shrink`, which leaves
             the others alive. "end" ends the run.
         report_wait_s: seconds after which a wait for another rank is reported, with that rank's

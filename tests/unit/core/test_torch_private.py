@@ -24,7 +24,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.commands.launch.local import AgentRendezvous, LocalAgent, RankLogs
+from gradsync.commands.launch.agent_rendezvous import AgentRendezvous
+from gradsync.commands.launch.local import LocalAgent, RankLogs
 from gradsync.core import torch_private
 from support.fork_server import run_forked
 from support.launchers import run_python

@@ -154,7 +154,8 @@ def run(argv: list[str]) -> int:
         return 0
     _refuse_nesting(options.nproc_per_node)
     check_program(program)
-    from gradsync.commands.launch.local import Nodes, launch_ranks
+    from gradsync.commands.launch.agent_rendezvous import Nodes
+    from gradsync.commands.launch.local import launch_ranks
     from gradsync.commands.launch.worker import PROGRAM
 
     if several or options.nproc_per_node > 1:

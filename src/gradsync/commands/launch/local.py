@@ -22,15 +22,13 @@ import signal
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -39,12 +37,8 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
 
+from gradsync.commands.launch.agent_rendezvous import AgentRendezvous, Nodes
 from gradsync.commands.launch.requeue import STOPPED
 from gradsync.core.torch_private import (
     forbid_restarts,
@@ -53,17 +47,13 @@ from gradsync.core.torch_private import (
     rank_processes,
     start_again,
 )
-from gradsync.errors import ConfigError, LatePeerError, RendezvousError
+from gradsync.errors import ConfigError, LatePeerError
 from gradsync.runtime import environ
 from gradsync.runtime.peers import process_state
-from gradsync.runtime.rejoin import REJOIN, joined_key
+from gradsync.runtime.rejoin import REJOIN
 from gradsync.runtime.signals import LAUNCHED
 from gradsync.runtime.store import (
     TOKEN,
-    SignedStore,
-    host_store,
-    join_store,
-    token_of,
     wait_until,
 )
 
@@ -87,10 +77,6 @@ END_S = 10.0
 """How long ranks may take to end when there is nothing left to wait for, seconds."""
 
 _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-_LOOPBACK = "127.0.0.1"
-_KNOCK_S = 1.0
-_WAIT_S = 300.0  # for the other nodes, at the start
-_OTHERS_END_S = {False: 5.0, True: 300.0}  # to tell the others, and to wait for them, as torch does
 
 
 _HINTS: dict[int, str] = {
@@ -101,16 +87,6 @@ _HINTS: dict[int, str] = {
 
 # Codes with a specific meaning; every other failure returns 1.
 _MEANINGFUL = (2, 124, 130)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Nodes:
-    """This host as one of several."""
-
-    count: int
-    rank: int
-    address: str  # of node 0
-    port: int  # on node 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,6 +284,7 @@ class LocalAgent(LocalElasticAgent):
         self._meeting, self._shrinks, self._rejoins_left = meeting, shrinks, rejoin
         self._lost: set[int] = set()  # local ranks that the others have gone on without
         self._again: dict[int, str] = {}  # those started again, and how often they were
+        self._alone_since_s: float | None = None  # since when no local rank is in the group
         self.received: list[signal.Signals] = []
         self.failures: list[int] = []  # codes of ranks that ended by themselves, in order
         self.killed: dict[int, int] = {}
@@ -341,13 +318,12 @@ class LocalAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failures, self.killed, self._lost, self._again = [], {}, set(), {}
+        self._meeting.begin()
         self._close_streams()
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        codes = self.exit_codes()
-        if self._shrinks:
-            codes = self._forget_lost(codes)
+        codes = self._codes_that_count()
         failures = [code for code in codes if code]
         if self.received or STOPPED in failures:
             return self._stop()
@@ -371,22 +347,41 @@ class LocalAgent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _succeeded(self) -> RunResult:
-        values = dict.fromkeys(range(len(rank_processes(self))))
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+        ranks = [worker.global_rank for worker in self.get_worker_group().workers]
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
-    def _forget_lost(self, codes: list[int | None]) -> list[int | None]:
-        """Leave out the ranks that a signal has ended, unless we sent it or no other rank goes on
-        or has ended well, and start them again; returns `codes` without theirs."""
+    def _codes_that_count(self) -> list[int | None]:
+        """Exit codes without those of ranks that a signal has ended, unless we sent it or no other
+        rank goes on or has ended well; such ranks are started again. None while only ranks of other
+        hosts go on."""
+        codes = self.exit_codes()
+        if not self._shrinks:
+            return codes
         lost = {number for number, code in enumerate(codes) if self._is_lost(number, code)}
         outside = {number for number in self._again if not self._has_joined(number)}
         gone = lost | self._lost | outside
-        if not any(c in (None, 0, STOPPED) for n, c in enumerate(codes) if n not in gone):
-            return codes
+        others = [code for number, code in enumerate(codes) if number not in gone]
+        inside = any(code in (None, 0, STOPPED) for code in others)
+        self._alone_since_s = None if inside else self._alone_since_s or time.monotonic()
+        if self._alone_since_s is not None:
+            waited_s = time.monotonic() - self._alone_since_s
+            ends = 1 if others else self._meeting.how_others_end(waited_s)
+            if ends == 0:
+                self._lost |= lost
+                return self.exit_codes()
+            if ends == 1:
+                if not any(codes):
+                    self._lost.clear()  # nobody has gone on
+                codes = self.exit_codes()
+                return [
+                    1 if n in outside and code is None else code for n, code in enumerate(codes)
+                ]
         for number in sorted(lost):
-            code = codes[number] or 0
-            why = obituary(number, -code) if code < 0 else f"rank {number} failed before it joined"
+            code, rank = codes[number] or 0, self._rank(number)
+            why = obituary(rank, -code) if code < 0 else f"rank {rank} failed before it joined"
             _say(f"gradsync: {why}; the others go on")
             self._lost.add(number)
+            self._meeting.say_lost(rank_processes(self)[number].proc.pid)
             if self._rejoins_left and not self.received:
                 self._rejoins_left -= 1
                 count = int(self._again.get(number, "0")) + 1
@@ -394,7 +389,8 @@ class LocalAgent(LocalElasticAgent):
                 start_again(self, number, environ.snapshot() | {REJOIN: str(count)})
                 self._lost.remove(number)
         return [
-            0 if n in self._lost else None if n in lost else code for n, code in enumerate(codes)
+            0 if inside and n in self._lost else None if n in lost | self._lost else code
+            for n, code in enumerate(codes)
         ]
 
     def _is_lost(self, number: int, code: int | None) -> bool:
@@ -404,7 +400,10 @@ class LocalAgent(LocalElasticAgent):
         return outside or (code < 0 and -code not in self.received)
 
     def _has_joined(self, number: int) -> bool:
-        return self._meeting.has_joined(number, self._again[number])
+        return self._meeting.has_joined(self._rank(number), self._again[number])
+
+    def _rank(self, number: int) -> int:
+        return self.get_worker_group().workers[number].global_rank
 
     def _let_others_speak(self) -> None:
         """Let the other ranks notice and name the failed rank, where torch would end them. A
@@ -431,12 +430,10 @@ class LocalAgent(LocalElasticAgent):
             self._send(self._pending.pop(0))
         self._send(signal.SIGCONT)  # a stopped rank cannot act on a signal
         deadline = time.monotonic() + GRACE_S
-        while None in (codes := self.exit_codes()) and time.monotonic() < deadline:
+        while None in (codes := self._codes_that_count()) and time.monotonic() < deadline:
             if LatePeerError.exit_code in codes:  # they have given up waiting for the rest
                 deadline = min(deadline, time.monotonic() + END_S)
             time.sleep(0.02)
-        if self._shrinks:
-            self._forget_lost(self.exit_codes())
         kill_ranks(self)
         forbid_restarts(self)
         codes = self.exit_codes()
@@ -454,132 +451,3 @@ class LocalAgent(LocalElasticAgent):
             for file in log_files(process):
                 if file is not None:
                     file.close()
-
-
-class AgentRendezvous(RendezvousHandler):
-    """Rendezvous of agents, and then of their ranks: a store that the agent of node 0 serves.
-
-    torch's static rendezvous needs a port chosen beforehand and listens on all interfaces. It does
-    not say which node is missing, and cannot be interrupted.
-
-    Args:
-        nodes: None for one host, whose socket then listens on the loopback only.
-    """
-
-    def __init__(self, nodes: Nodes | None) -> None:
-        self._nodes = nodes
-        self._token = token_of(environ.snapshot())  # authenticates the nodes to each other
-        # All nodes need the same id; the port distinguishes runs.
-        self._run_id = uuid.uuid4().hex if nodes is None else "gradsync-launch"
-        self._store: Any = None
-        self.stopped: Callable[[], bool] = lambda: False
-        """True after a stop request: the agent then waits for no node."""
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True: the store lives as long as the agent, and ranks connect to it."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Rendezvous of the next generation's ranks; waits for all nodes."""
-        nodes = self._nodes
-        if nodes is None:
-            if self._store is None:
-                self._store = host_store(_LOOPBACK, 0, one_host=True)
-            where = RendezvousStoreInfo(_LOOPBACK, self._store.port)
-            return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, where)
-        deadline_s = time.monotonic() + _WAIT_S
-        if self._store is None:
-            self._store = self._open(nodes, deadline_s)
-        store = PrefixStore(self._run_id, self._store)
-        try:
-            self._wait_for_nodes(nodes, SignedStore(store, self._token, "nodes"), deadline_s)
-        except RendezvousError:
-            raise
-        except RuntimeError as error:  # torch's DistNetworkError is one
-            raise RendezvousError(
-                f"node {nodes.rank}: node 0, which serves the store, went away while the nodes met"
-            ) from error
-        where = RendezvousStoreInfo(nodes.address, nodes.port)
-        return RendezvousInfo(store, nodes.rank, nodes.count, where)
-
-    def has_joined(self, rank: int, count: str) -> bool:
-        """Whether rank `rank`, started again `count` times, is one of the group again."""
-        return bool(self._store.check([joined_key(rank, count)]))
-
-    def _open(self, nodes: Nodes, deadline_s: float) -> Any:
-        if nodes.rank == 0:
-            return host_store(nodes.address, nodes.port, one_host=False)
-        while True:  # in short tries, to notice signals in between
-            slice_s = min(deadline_s, time.monotonic() + _KNOCK_S)
-            try:
-                return join_store(nodes.address, nodes.port, rank=nodes.rank, deadline_s=slice_s)
-            except RendezvousError:
-                if self.stopped() or time.monotonic() >= deadline_s:
-                    raise self._vain(nodes, "node 0 does not answer") from None
-
-    def _wait_for_nodes(self, nodes: Nodes, store: SignedStore, deadline_s: float) -> None:
-        keys = [f"here/{node}" for node in range(nodes.count)]
-
-        def all_here() -> bool:
-            store.claim(keys[nodes.rank], "1")
-            return bool(store.get_all(keys)) or self.stopped()
-
-        wait_until(all_here, deadline_s)
-        missing = [str(node) for node, key in enumerate(keys) if store.get(key) is None]
-        if missing:
-            raise self._vain(nodes, f"node(s) {', '.join(missing)} did not come")
-
-    def _vain(self, nodes: Nodes, problem: str) -> RendezvousError:
-        if self.stopped():
-            return RendezvousError(f"stopped while waiting: {problem}")
-        return RendezvousError(
-            f"node {nodes.rank} of {nodes.count} waited {_WAIT_S:.0f} s at "
-            f"{nodes.address}:{nodes.port}, but {problem}. Is each node's line running, do all "
-            "lines say the same --nnodes, --master-addr and --master-port, and is that port open "
-            "between the nodes?"
-        )
-
-    def say_ended(self, *, wait: bool = False) -> None:
-        """Tell the other nodes that this one's ranks have ended. With `wait`, also wait for theirs,
-        which may need the store of node 0, until a signal comes."""
-        if self._nodes is None or self._store is None:
-            return
-        records = SignedStore(PrefixStore(self._run_id, self._store), self._token, "nodes")
-        keys = [f"ended/{node}" for node in range(self._nodes.count)]
-        own, deadline_s = keys[self._nodes.rank], time.monotonic() + _OTHERS_END_S[wait]
-
-        def tell() -> None:
-            with suppress(RuntimeError):  # node 0 is unreachable
-                records.claim(own, "1")
-                wait_until(lambda: not wait or bool(records.get_all(keys)), deadline_s)
-
-        # The store waits indefinitely if node 0 is silent.
-        thread = threading.Thread(target=tell, name="gradsync-ended", daemon=True)
-        thread.start()
-        wait_until(lambda: not thread.is_alive() or (wait and self.stopped()), deadline_s)
-
-    def shutdown(self) -> bool:
-        """Drop the store, whose socket closes with it, and the agent, which also holds it."""
-        self._store = None
-        self.stopped = lambda: False
-        return True
-
-    def get_backend(self) -> str:
-        """Name of this kind of rendezvous."""
-        return "gradsync"
-
-    def get_run_id(self) -> str:
-        """Name of this run."""
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        """False: another generation is always possible."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to do: no other node can join."""
-
-    def num_nodes_waiting(self) -> int:
-        """0: the nodes are fixed."""
-        return 0

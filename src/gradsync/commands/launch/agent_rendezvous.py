@@ -1,0 +1,213 @@
+"""How the launchers of all hosts meet, and how those learn of a lost host that go on without it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from gradsync.errors import RendezvousError
+from gradsync.runtime import environ
+from gradsync.runtime.rejoin import ended_key, group_key, joined_key
+from gradsync.runtime.store import (
+    SignedStore,
+    host_store,
+    join_store,
+    token_of,
+    wait_until,
+)
+
+_LOOPBACK = "127.0.0.1"
+_KNOCK_S = 1.0
+_WAIT_S = 300.0  # for the other nodes, at the start
+_OTHERS_END_S = {False: 5.0, True: 300.0}  # to tell the others, and to wait for them, as torch does
+_REGROUP_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nodes:
+    """This host as one of several."""
+
+    count: int
+    rank: int
+    address: str  # of node 0
+    port: int  # on node 0
+
+
+class AgentRendezvous(RendezvousHandler):
+    """Rendezvous of agents, and then of their ranks: a store that the agent of node 0 serves.
+
+    torch's static rendezvous needs a port chosen beforehand and listens on all interfaces. It does
+    not say which node is missing, and cannot be interrupted.
+
+    Args:
+        nodes: None for one host, whose socket then listens on the loopback only.
+    """
+
+    def __init__(self, nodes: Nodes | None) -> None:
+        self._nodes = nodes
+        self._token = token_of(environ.snapshot())  # authenticates the nodes to each other
+        # All nodes need the same id; the port distinguishes runs.
+        self._run_id = uuid.uuid4().hex if nodes is None else "gradsync-launch"
+        self._store: Any = None
+        self.stopped: Callable[[], bool] = lambda: False
+        """True after a stop request: the agent then waits for no node."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: the store lives as long as the agent, and ranks connect to it."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Rendezvous of the next generation's ranks; waits for all nodes."""
+        nodes = self._nodes
+        if nodes is None:
+            if self._store is None:
+                self._store = host_store(_LOOPBACK, 0, one_host=True)
+            where = RendezvousStoreInfo(_LOOPBACK, self._store.port)
+            return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, where)
+        deadline_s = time.monotonic() + _WAIT_S
+        if self._store is None:
+            self._store = self._open(nodes, deadline_s)
+        store = PrefixStore(self._run_id, self._store)
+        try:
+            self._wait_for_nodes(nodes, self._records(), deadline_s)
+        except RendezvousError:
+            raise
+        except RuntimeError as error:  # torch's DistNetworkError is one
+            raise RendezvousError(
+                f"node {nodes.rank}: node 0, which serves the store, went away while the nodes met"
+            ) from error
+        where = RendezvousStoreInfo(nodes.address, nodes.port)
+        return RendezvousInfo(store, nodes.rank, nodes.count, where)
+
+    def _records(self) -> SignedStore:
+        return SignedStore(PrefixStore(self._run_id, self._store), self._token, "nodes")
+
+    def has_joined(self, rank: int, count: str) -> bool:
+        """Whether rank `rank`, started again `count` times, is one of the group again."""
+        return bool(self._store.check([joined_key(rank, count)]))
+
+    def begin(self) -> None:
+        """Before ranks start: this host's are in the first group."""
+        if self._nodes is not None:
+            self._store.delete_key(group_key(self._nodes.rank))
+
+    def say_lost(self, pid: int) -> None:
+        """Tell ranks of other hosts, which see no process of this one, that a rank has ended."""
+        if self._nodes is not None:
+            self._store.set(ended_key(socket.gethostname(), pid), "1")
+
+    def how_others_end(self, waited_s: float) -> int | None:
+        """How hosts end that go on without this one's ranks, which were lost so long ago: None
+        while they run, 0 for well, 1 otherwise, or if there are none."""
+        if self._nodes is None:
+            return 1
+        own, records = self._nodes.rank, self._records()
+        try:
+            here = self._in_last_group()
+            if own in here and waited_s > _REGROUP_S:
+                return 1  # the others would have made another one
+            ends = [records.get(f"ended/{node}") for node in here if node != own]
+        except RuntimeError:  # node 0 has left
+            return 1
+        return None if None in ends else int(b"0" not in ends)
+
+    def _in_last_group(self) -> list[int]:
+        """Hosts with ranks in it."""
+        keys = [group_key(node) for node in range(self._nodes.count if self._nodes else 0)]
+        last = [int(self._store.get(key)) if self._store.check([key]) else 0 for key in keys]
+        return [node for node, number in enumerate(last) if number == max(last)]
+
+    def _open(self, nodes: Nodes, deadline_s: float) -> Any:
+        if nodes.rank == 0:
+            return host_store(nodes.address, nodes.port, one_host=False)
+        while True:  # in short tries, to notice signals in between
+            slice_s = min(deadline_s, time.monotonic() + _KNOCK_S)
+            try:
+                return join_store(nodes.address, nodes.port, rank=nodes.rank, deadline_s=slice_s)
+            except RendezvousError:
+                if self.stopped() or time.monotonic() >= deadline_s:
+                    raise self._vain(nodes, "node 0 does not answer") from None
+
+    def _wait_for_nodes(self, nodes: Nodes, store: SignedStore, deadline_s: float) -> None:
+        keys = [f"here/{node}" for node in range(nodes.count)]
+
+        def all_here() -> bool:
+            store.claim(keys[nodes.rank], "1")
+            return bool(store.get_all(keys)) or self.stopped()
+
+        wait_until(all_here, deadline_s)
+        missing = [str(node) for node, key in enumerate(keys) if store.get(key) is None]
+        if missing:
+            raise self._vain(nodes, f"node(s) {', '.join(missing)} did not come")
+
+    def _vain(self, nodes: Nodes, problem: str) -> RendezvousError:
+        if self.stopped():
+            return RendezvousError(f"stopped while waiting: {problem}")
+        return RendezvousError(
+            f"node {nodes.rank} of {nodes.count} waited {_WAIT_S:.0f} s at "
+            f"{nodes.address}:{nodes.port}, but {problem}. Is each node's line running, do all "
+            "lines say the same --nnodes, --master-addr and --master-port, and is that port open "
+            "between the nodes?"
+        )
+
+    def say_ended(self, *, wait: bool = False) -> None:
+        """Tell the other nodes that this one's ranks have ended. With `wait`, they ended well; then
+        also wait for theirs, which may need the store of node 0, until a signal comes."""
+        if self._nodes is None or self._store is None:
+            return
+        records = self._records()
+        keys = [f"ended/{node}" for node in range(self._nodes.count)]
+        own, deadline_s = keys[self._nodes.rank], time.monotonic() + _OTHERS_END_S[wait]
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # node 0 is unreachable
+                records.claim(own, "0" if wait else "1")
+                if wait:
+                    here = [keys[node] for node in self._in_last_group()]
+                    wait_until(lambda: bool(records.get_all(here)), deadline_s)
+                    lost_s = time.monotonic() + _OTHERS_END_S[False]  # hosts without ranks left
+                    wait_until(lambda: bool(records.get_all(keys)), min(deadline_s, lost_s))
+
+        # The store waits indefinitely if node 0 is silent.
+        thread = threading.Thread(target=tell, name="gradsync-ended", daemon=True)
+        thread.start()
+        wait_until(lambda: not thread.is_alive() or (wait and self.stopped()), deadline_s)
+
+    def shutdown(self) -> bool:
+        """Drop the store, whose socket closes with it, and the agent, which also holds it."""
+        self._store = None
+        self.stopped = lambda: False
+        return True
+
+    def get_backend(self) -> str:
+        """Name of this kind of rendezvous."""
+        return "gradsync"
+
+    def get_run_id(self) -> str:
+        """Name of this run."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """False: another generation is always possible."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to do: no other node can join."""
+
+    def num_nodes_waiting(self) -> int:
+        """0: the nodes are fixed."""
+        return 0

@@ -1,0 +1,105 @@
+"""`on_loss="shrink"` on two hosts: the others go on without one rank, or without a host's."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from gradsync.commands.launch.agent_rendezvous import AgentRendezvous, Nodes
+from gradsync.runtime.rejoin import group_key
+from support import on_host, survivor
+from support.fork_server import WITH_RANKS, run_forked
+from support.launchers import Finished
+from support.namespaces import two_hosts
+
+
+def launch(folder: Path, *kills: str, rejoin: int = 0) -> list[Finished]:
+    """Two ranks on each of two hosts; how the launchers ended."""
+    folder.mkdir()
+    with two_hosts() as hosts:
+        words = [on_host.__file__, ",".join(host.namespace for host in hosts), hosts[0].address]
+        words += ["--nproc-per-node", 2, "--on-loss", "shrink", "--rejoin", rejoin, "--"]
+        variables = [{**WITH_RANKS, "TEST_HOST": str(number)} for number in (0, 1)]
+        return run_forked([*words, survivor.__file__, folder, "invariant", *kills], variables)
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("alone")
+    (done,) = run_forked([survivor.__file__, folder, "invariant"])
+    done.ok()
+    return told(folder)[0]
+
+
+@pytest.mark.launcher("namespaces")
+@pytest.mark.parametrize(
+    ("kills", "left", "rejoin"),
+    [
+        (["2:2:forward"], 3, 0),
+        (["0:2:backward", "1:2:backward"], 2, 0),  # the first host's launcher serves the store
+        (["2:1:reduced", "3:3:forward"], 2, 0),
+        (["3:1:data", "wait:3"], 4, 1),
+    ],
+    ids=str,
+)
+def test_hosts_go_on(
+    tmp_path: Path, kills: list[str], left: int, rejoin: int, alone: dict[str, Any]
+) -> None:
+    runs = launch(tmp_path / "out", *kills, rejoin=rejoin)
+    ends = told(tmp_path / "out")
+    said = [run.stderr[-3000:] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    assert [end["world_size"] for end in ends] == [left] * left, said
+    for end in ends:
+        for name in ("sha256", "lr"):
+            assert end[name] == alone[name], name
+    # The launcher of the lost rank's host says so to the other one's ranks.
+    waits = re.findall(r"agreed after (\d+\.\d+) s", "".join(said))
+    assert waits
+    assert max(map(float, waits)) < 5, said
+
+
+@pytest.mark.launcher("namespaces")
+def test_a_host_that_is_cut_off(tmp_path: Path, alone: dict[str, Any]) -> None:
+    """The host with the store goes on; the other one's ranks end, and name what is missing."""
+    first, second = launch(tmp_path / "out", "3:2:backward:cuts")
+    ends = told(tmp_path / "out")
+    assert (first.returncode, second.returncode) == (0, 1), first.stderr + second.stderr[-3000:]
+    assert [(end["world_size"], end["sha256"]) for end in ends] == [(2, alone["sha256"])] * 2
+    assert "lost rank(s) 2, 3" in first.stderr
+    assert "which serves the rendezvous store, vanished without a word" in second.stderr
+
+
+@pytest.mark.parametrize(
+    ("groups", "ended", "waited_s", "how"),
+    [
+        ({}, {}, 1, None),  # they have not noticed yet
+        ({}, {}, 61, 1),  # nor will they
+        ({1: 1}, {}, 1000, None),
+        ({1: 1}, {1: "0"}, 1, 0),  # without the third host, too
+        ({1: 1, 2: 1}, {1: "0"}, 1, None),
+        ({1: 1, 2: 1}, {1: "0", 2: "1"}, 1, 0),
+        ({1: 1, 2: 2}, {1: "0"}, 1, None),
+        ({1: 1, 2: 2}, {2: "1"}, 1, 1),
+        ({0: 2, 1: 2, 2: 1}, {1: "1"}, 1, 1),
+    ],
+)
+def test_what_a_host_without_ranks_waits_for(
+    groups: dict[int, int], ended: dict[int, str], waited_s: float, how: int | None
+) -> None:
+    meeting = AgentRendezvous(Nodes(count=3, rank=0, address="127.0.0.1", port=0))
+    meeting._store = HashStore()
+    for node, number in groups.items():
+        meeting._store.set(group_key(node), str(number))
+    for node, code in ended.items():
+        meeting._records().claim(f"ended/{node}", code)
+    assert meeting.how_others_end(waited_s) == how

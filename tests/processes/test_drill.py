@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -83,6 +84,21 @@ def test_a_rank_that_was_started_again_joins() -> None:
     verdict = json.loads(done.stdout)
     assert (verdict["exit_code"], verdict["left"], verdict["broken"]) == (0, [], [])
     assert "rank(s) 0 join; 3 rank(s) go on" in done.stderr
+
+
+def test_a_loss_is_written_down(tmp_path: Path) -> None:
+    """By the rank that takes the place of rank 0."""
+    flags = [*TINY, "--on-loss=shrink", f"--out={tmp_path}/run"]
+    work = {"flags": flags, "fault": asdict(FaultPlan(kind="kill", rank=0, step=3, phase="reduce"))}
+    (tmp_path / "work.json").write_text(json.dumps(work))
+    words = ["launch", "--nproc-per-node", 2, "--on-loss", "shrink", "--", "-m", "gradsync"]
+    worker = ["drill", "--worker", tmp_path / "work.json"]
+    run_forked(["-m", "gradsync", *words, *worker], [WITH_RANKS])[0].ok()
+    (line,) = (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()
+    told = json.loads(line)
+    assert (told["kind"], told["rank"], told["host"]) == ("lost", [0], [socket.gethostname()])
+    assert told["step"] == 3
+    assert 0 < told["seconds"] < 30
 
 
 def test_the_command(undisturbed: str) -> None:

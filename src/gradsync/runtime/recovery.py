@@ -243,7 +243,10 @@ class Recovery:
             presences = [group.presences[rank] for rank in sorted(chosen)] + [*joining.values()]
             took_s = time.monotonic() - began
             said = self._describe(sorted(lost), [*joining], len(names), error, finish=finish)
-            self.incidents.append({"time": time.time() - took_s, "said": said})
+            hosts = sorted({group.presences[rank].host for rank in lost})
+            gone = [self._names[rank] for rank in sorted(lost)]
+            incident = {"kind": "lost" if lost else "joined", "rank": gone, "host": hosts}
+            self.incidents.append({"time": time.time() - took_s, "said": said, **incident})
             if world.rank == min(chosen):
                 self._end(lost)
                 _say(f"{said}, agreed after {took_s:.2f} s")

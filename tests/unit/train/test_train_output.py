@@ -28,7 +28,7 @@ from gradsync.commands.train.output import (
     describe_environment,
 )
 from gradsync.commands.train.run import note_failure
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, DivergenceError, LatePeerError, PeerError
 from gradsync.runtime.activity import Activity
 from gradsync.world import World
 
@@ -274,6 +274,31 @@ def test_a_refused_start_leaves_a_run_that_is_done_as_it_was(
     note = json.loads((tmp_path / "exit.json").read_text())
     assert note["reason"] == ("its own" if before == 0 else "failed")  # a job must not go on by 75
     assert note.get("error") == (None if before == 0 else "another seed")
+
+
+def test_an_incident_says_where_and_what_to_do(tmp_path: Path) -> None:
+    config = replace(parse_config(["tiny"]), out=str(tmp_path))
+    trace = 'File "torch/nn.py", line 3, in call\n  File "model.py", line 12, in forward\n'
+    said = [
+        PeerError("rank 1 failed", rank=1, host="b", traceback_text=trace),
+        PeerError("rank 1 vanished", rank=1, host="b"),
+        DivergenceError("loss is nan at step 7"),
+        LatePeerError("rank 2 is late"),
+    ]
+    for error in said:
+        note_failure(config, error)
+    try:
+        raise ValueError("a bug")
+    except ValueError as error:
+        note_failure(config, error)
+    lines = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
+    assert [(x["kind"], x["rank"], x["host"]) for x in lines[:2]] == [("PeerError", 1, "b")] * 2
+    peer, lost, nan, late, own = lines
+    assert peer["where"] == "model.py:12"
+    assert own["where"].startswith(__file__)
+    assert [x["where"] for x in (lost, nan, late)] == [None] * 3
+    for line, word in ((peer, "code"), (lost, "host"), (nan, "sample"), (late, "stacks")):
+        assert word in line["advice"]
 
 
 def test_a_full_disk_is_no_pages_of_logging(

@@ -260,12 +260,13 @@ class Trainer:
         self.comm = communicator(world)
         self.learner = replace(self.learner, comm=self.comm)
         self.progress.go_on(step, world.world_size, enabled=world.is_main)
+        now = time.time()
         if world.is_main:
             self.run_dir.close()
             self.begin_record(step)
-        now = time.time()
-        for each in world.recovery.incidents:
-            self.run_dir.log_incident(each | {"step": step, "seconds": now - each["time"]})
+            for each in world.recovery.incidents:
+                did = {"step": step, "seconds": now - each["time"], "advice": "none: it went on"}
+                self.run_dir.log_incident(each | did)
         world.recovery.incidents.clear()
         self.progress.say(f"step {step}: going on with {counted(world.world_size, 'rank')}")
 

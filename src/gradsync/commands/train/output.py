@@ -197,11 +197,10 @@ class RunDir:
             self._trackers.log(finite)
 
     def log_incident(self, values: Metrics) -> None:
-        """Append to `incidents.jsonl` what the run has gone on after, or ended with: the step, the
-        time, what was `said`, `seconds` from the fault to the next committed step."""
-        if self._starts is not None:
-            with self._writing(), append_private(self.path / "incidents.jsonl") as file:
-                file.write(json.dumps(values) + "\n")
+        """Append to `incidents.jsonl` what the run has gone on after (the step, `seconds` from the
+        fault to the next committed one), or ended with; kind, rank, host, what was `said`."""
+        with self._writing(), append_private(self.path / "incidents.jsonl") as file:
+            file.write(json.dumps(values) + "\n")
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a small JSON file, whole or not at all."""

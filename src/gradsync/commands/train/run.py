@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +38,18 @@ from gradsync.commands.train.output import Progress, RunDir, finite_or_none
 from gradsync.commands.train.state import Resumed, numeric_fingerprint, restore
 from gradsync.commands.train.trackers import require_packages
 from gradsync.core.files import counted, read_object
-from gradsync.errors import CheckpointError, ConfigError, GradsyncError, RunError, UsageError
+from gradsync.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergenceError,
+    DriftError,
+    GradsyncError,
+    LatePeerError,
+    LostPeerError,
+    PeerError,
+    RunError,
+    UsageError,
+)
 from gradsync.runtime.signals import StopRequest
 from gradsync.runtime.watch import FailureWatch
 from gradsync.sync.check_replicas import first_difference
@@ -309,6 +322,17 @@ def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
     say("next:\n" + "\n".join(f"  gradsync {each} {shlex.quote(str(path))}" for each in commands))
 
 
+_ADVICE = {
+    DivergenceError: "look at the samples of that step; go on from an older checkpoint",
+    DriftError: "leave that rank's host out if it happens again",
+    LatePeerError: "read the ranks' stacks, in the folder that the error names",
+    PeerError: "start again; leave that host out if it happens again",
+    LostPeerError: "start again; leave that host out if it happens again",
+    CheckpointError: "go on from an older checkpoint",
+    UsageError: "change the request",
+}
+
+
 def note_end(config: TrainConfig, outcome: TrainOutcome) -> None:
     """Write `exit.json` for a run that ended normally or by a signal; rank 0 only."""
     stopped_by = outcome.summary.get("stopped_by", "")
@@ -330,5 +354,12 @@ def note_failure(config: TrainConfig, error: Exception) -> None:
         ended = {"exit_code": code, "reason": "failed", "error": str(error)}
         run_dir.write_json("exit.json", ended)
         rank, host = (getattr(error, name, None) for name in ("rank", "host"))
+        # Of gradsync's own errors the message is enough: their place is ours.
+        own = "" if isinstance(error, GradsyncError) else "".join(traceback.format_exception(error))
+        places = re.findall(r'File "(.+)", line (\d+)', getattr(error, "traceback_text", own))
         named = {"kind": type(error).__name__, "rank": rank, "host": host}
-        run_dir.log_incident({"time": time.time(), "said": str(error), **named})
+        named["where"] = ":".join(places[-1]) if places else None
+        fix = "fix the code at that line" if places else "see what was said"
+        advice = next((words for kind, words in _ADVICE.items() if isinstance(error, kind)), fix)
+        said = {"said": str(error), "advice": fix if places else advice}
+        run_dir.log_incident({"time": time.time(), **named, **said})

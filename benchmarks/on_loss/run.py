@@ -4,7 +4,8 @@
 
 `end` and `shrink` sum over the process group, and differ in the barrier before the update; `shared`
 is what `end` does by default on one host: sums in shared memory, and each rank updates a part.
-Contestants take turns in one process, each on a model of its own.
+`own` is a loop of the user's, `loss.backward()` and `optimizer.step()`. Contestants take turns in
+one process, each on a model of its own; every second round goes backwards.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gradsync.commands.bench.experiment import environment, ratios, spread, writ
 from gradsync.commands.models.config import preset
 from gradsync.commands.models.gpt import GPT
 
-CONTESTANTS = ("end", "shrink", "shared")
+CONTESTANTS = ("end", "shrink", "end own", "shrink own", "shared")
 
 
 def main() -> None:
@@ -44,20 +45,26 @@ def main() -> None:
             contestants = {}
             for name in CONTESTANTS:
                 model = GPT(config)
-                options = {"collective": "backend"} if name == "end" else {}
-                here = world if name == "shrink" else ends
+                options = {"collective": "backend"} if name.startswith("end") else {}
+                here = world if name.startswith("shrink") else ends
                 sync = gs.replicate(model, here, strategy=strategy, **options)
                 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
                 contestants[name] = model, sync, optimizer
             for number in range(arguments.rounds + 1):
-                for name, (model, sync, optimizer) in contestants.items():
+                for name in list(contestants)[:: 1 if number % 2 else -1]:
+                    model, sync, optimizer = contestants[name]
                     dist.barrier()
                     began = time.perf_counter()
                     for _ in range(arguments.steps):
                         logits = model(ids[:, :-1])
                         loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-                        sync.backward(loss, weight=arguments.context_length)
-                        sync.step(optimizer)
+                        if name.endswith("own"):
+                            loss.backward()
+                            optimizer.step()
+                            optimizer.zero_grad()
+                        else:
+                            sync.backward(loss, weight=arguments.context_length)
+                            sync.step(optimizer)
                     took = torch.tensor([(time.perf_counter() - began) / arguments.steps])
                     dist.all_reduce(took, dist.ReduceOp.MAX)
                     if number:
@@ -67,9 +74,10 @@ def main() -> None:
         if not world.is_main:
             return
         for name, found in samples.items():
-            of = f"{name.partition(' ')[0]} end"
+            strategy, _, way = name.partition(" ")
+            of = f"{strategy} end own" if way.endswith("own") else f"{strategy} end"
             ratio = spread(ratios(found, samples[of]))
-            print(f"{name:<18}{spread(found).median:8.1f} ms   {ratio.text(3)} of end")
+            print(f"{name:<21}{spread(found).median:8.1f} ms   {ratio.text(3)} of {of}")
         if arguments.out:
             write_record(
                 arguments.out,

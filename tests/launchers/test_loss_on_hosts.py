@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
+from gradsync.commands.launch import agent_rendezvous
 from gradsync.commands.launch.agent_rendezvous import AgentRendezvous, Nodes
 from gradsync.runtime.rejoin import group_key
 from support import on_host, survivor
@@ -48,6 +50,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (["0:2:backward", "1:2:backward"], 2, 0),  # the first host's launcher serves the store
         (["2:1:reduced", "3:3:forward"], 2, 0),
         (["3:1:data", "wait:3"], 4, 1),
+        (["3:2:forward:stops"], 3, 0),
+        (["2:2:forward:stops", "3:2:forward"], 2, 0),  # its launcher alone can end it
     ],
     ids=str,
 )
@@ -69,6 +73,19 @@ def test_hosts_go_on(
 
 
 @pytest.mark.launcher("namespaces")
+def test_when_all_are_lost_at_once(tmp_path: Path) -> None:
+    runs = launch(tmp_path / "out", *(f"{rank}:2:data" for rank in range(4)))
+    assert [run.returncode for run in runs] == [1, 1]
+
+
+@pytest.mark.launcher("namespaces")
+def test_a_host_without_ranks_ends_as_the_others(tmp_path: Path) -> None:
+    """By a stop, with a checkpoint."""
+    runs = launch(tmp_path / "out", "0:1:data", "1:1:data", "2:3:data:asks")
+    assert [run.returncode for run in runs] == [75, 75], runs[0].stderr + runs[1].stderr[-3000:]
+
+
+@pytest.mark.launcher("namespaces")
 def test_a_host_that_is_cut_off(tmp_path: Path, alone: dict[str, Any]) -> None:
     """The host with the store goes on; the other one's ranks end, and name what is missing."""
     first, second = launch(tmp_path / "out", "3:2:backward:cuts")
@@ -80,26 +97,56 @@ def test_a_host_that_is_cut_off(tmp_path: Path, alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "ended", "waited_s", "how"),
+    ("groups", "ended", "empty", "waited_s", "how"),
     [
-        ({}, {}, 1, None),  # they have not noticed yet
-        ({}, {}, 61, 1),  # nor will they
-        ({1: 1}, {}, 1000, None),
-        ({1: 1}, {1: "0"}, 1, 0),  # without the third host, too
-        ({1: 1, 2: 1}, {1: "0"}, 1, None),
-        ({1: 1, 2: 1}, {1: "0", 2: "1"}, 1, 0),
-        ({1: 1, 2: 2}, {1: "0"}, 1, None),
-        ({1: 1, 2: 2}, {2: "1"}, 1, 1),
-        ({0: 2, 1: 2, 2: 1}, {1: "1"}, 1, 1),
+        ({0: 0, 1: 0, 2: 0}, {}, {}, 1, None),  # they have not noticed yet
+        ({0: 0, 1: 0, 2: 0}, {}, {}, 61, 1),  # nor will they
+        ({0: 0, 1: 0, 2: 0}, {}, {1: 0, 2: 0}, 1, 1),  # nobody is left to notice
+        ({0: 1, 1: 1, 2: 1}, {}, {1: 0, 2: 0}, 1, None),
+        ({0: 0, 1: 1, 2: 0}, {}, {}, 1000, None),
+        ({0: 0, 1: 1, 2: 0}, {1: 0}, {}, 1, 0),  # without the third host, too
+        ({0: 0, 1: 1, 2: 1}, {1: 0}, {}, 1, None),
+        ({0: 0, 1: 1, 2: 1}, {1: 0, 2: 1}, {}, 1, 0),
+        ({0: 0, 1: 1, 2: 1}, {1: 75, 2: 75}, {}, 1, 75),
+        ({0: 0, 1: 1, 2: 2}, {1: 0}, {}, 1, None),
+        ({0: 0, 1: 1, 2: 2}, {2: 1}, {}, 1, 1),
+        ({0: 0, 1: 1, 2: 2}, {}, {2: 2}, 1, 1),
+        ({0: 2, 1: 2, 2: 1}, {1: 1}, {}, 1, 1),
     ],
 )
 def test_what_a_host_without_ranks_waits_for(
-    groups: dict[int, int], ended: dict[int, str], waited_s: float, how: int | None
+    groups: dict[int, int],
+    ended: dict[int, int],
+    empty: dict[int, int],
+    waited_s: float,
+    how: int | None,
 ) -> None:
     meeting = AgentRendezvous(Nodes(count=3, rank=0, address="127.0.0.1", port=0))
     meeting._store = HashStore()
     for node, number in groups.items():
         meeting._store.set(group_key(node), str(number))
-    for node, code in ended.items():
-        meeting._records().claim(f"ended/{node}", code)
+    for name, values in (("ended", ended), ("empty", empty)):
+        for node, value in values.items():
+            meeting._records().claim(f"{name}/{node}", str(value))
     assert meeting.how_others_end(waited_s) == how
+
+
+def test_a_silent_store_holds_up_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_rendezvous, "_ANSWER_S", 0.05)
+    over = threading.Event()
+
+    class Silent:
+        def check(self, keys: list[str]) -> bool:
+            return over.wait(60)
+
+        set = get = check
+
+    meeting = AgentRendezvous(Nodes(count=2, rank=1, address="127.0.0.1", port=0))
+    meeting._store = Silent()
+    for _ in range(3):
+        assert not meeting.has_begun()
+        assert not meeting.has_joined(2, "1")
+        assert meeting.how_others_end(1) == 1
+        assert not meeting.is_left_out()
+        meeting.say_lost(1)
+    over.set()

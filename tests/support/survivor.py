@@ -42,12 +42,14 @@ def main(out: str, strategy: str, *kills: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if f"{me}:{now}:{place}:stops" in kills:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if f"{me}:{now}:{place}:asks" in kills:  # a stop, of all
+            os.kill(os.getpid(), signal.SIGTERM)
         if f"{me}:{now}:{place}:cuts" in kills:  # its host off the network
             subprocess.run(["ip", "link", "set", "veth0", "down"], check=True)
         if f"{me}:{now}:{place}:raises" in kills:
             raise ValueError("a bug of the program")
 
-    with gs.init(seed=0, threads=1, on_loss="shrink", silence_s=1.5) as world:
+    with gs.init(seed=0, threads=1, on_loss="shrink", silence_s=1.5, catch_stop=True) as world:
         model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 4))
         sync = gs.replicate(model, world, strategy=strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -120,6 +122,8 @@ def main(out: str, strategy: str, *kills: str) -> None:
                     else:
                         waits = sync.step(optimizer, clip_norm=1.0).rank_waits
                     scheduler.step()
+            if world.should_stop:
+                raise SystemExit(75)
             steps += 1
             dies("stepped")
             if waits or "saves" in kills:

@@ -247,8 +247,8 @@ class Recovery:
             gone = [self._names[rank] for rank in sorted(lost)]
             incident = {"kind": "lost" if lost else "joined", "rank": gone, "host": hosts}
             self.incidents.append({"time": time.time() - took_s, "said": said, **incident})
+            self._end(lost)
             if world.rank == min(chosen):
-                self._end(lost)
                 _say(f"{said}, agreed after {took_s:.2f} s")
             if joining:
                 admission = Admission(
@@ -318,7 +318,9 @@ class Recovery:
         """Whether a rank that was started again waits to join, at a checkpoint in `folder` or any;
         asks for lost ranks only."""
         lost = [name for name in range(self._first) if name not in self._names]
-        return bool(lost and self._group.lobby.waiting(lost, folder))
+        with suppress(RuntimeError):  # without the store nobody can come
+            return bool(lost and self._group.lobby.waiting(lost, folder))
+        return False
 
     def wait_outside(self, folder: str) -> int:
         """Wait for the others' next checkpoint in `folder`; returns its step. Later calls, for what
@@ -330,8 +332,11 @@ class Recovery:
         if self._admission is None:
             self._group.announce(self._names[0], folder)
             _say(f"rank {self._names[0]}, started again, waits for the others' next checkpoint")
-            while (admission := self._group.admission()) is None:
-                time.sleep(10 * _LOOK_S)
+            try:
+                while (admission := self._group.admission()) is None:
+                    time.sleep(10 * _LOOK_S)
+            except RuntimeError as gone:
+                raise PeerError("the launcher with the rendezvous store has vanished") from gone
             self._admission = admission
         return self._admission.step
 

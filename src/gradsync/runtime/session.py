@@ -170,7 +170,8 @@ class Session:
                 asks = partial(getattr, stop, "requested")
                 self._world = replace(self.world, asks_to_stop=asks)
             if self.options.on_loss == "shrink":
-                self._refuse_shrink()
+                if "nccl" in self._backend or sys.platform != "linux":
+                    raise ConfigError("on_loss='shrink' needs Gloo on Linux; take on_loss='end'")
                 times = {name: getattr(self.options, name) for name in ("silence_s", "timeout_s")}
                 name = resolution.world.rank if self._joined_key else None
                 recovery = Recovery(self, **times, outside=name)
@@ -180,14 +181,6 @@ class Session:
             self._stack.close()
             raise
         return self.world
-
-    def _refuse_shrink(self) -> None:
-        """Raise ConfigError where a loss cannot be survived, on all ranks."""
-        if "nccl" in self._backend or sys.platform != "linux":
-            raise ConfigError(
-                "on_loss='shrink' works over Gloo on Linux; here take on_loss='end' and a restart "
-                "from a checkpoint"
-            )
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the run. With `error`, tell the other ranks, or raise the first rank's error.
@@ -288,6 +281,8 @@ class Session:
         self.presences = presences
         self._undo_group_at_end()
         self._begin_group(meeting)
+        if options.on_loss == "shrink":
+            meeting.tell_launcher(group_key(self._env.get("GROUP_RANK", "0")), "0")
         if again:
             meeting.tell_launcher(joined_key(world.rank, again))
 

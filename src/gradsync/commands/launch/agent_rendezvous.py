@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import (
@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from gradsync.commands.launch.requeue import STOPPED
 from gradsync.errors import RendezvousError
 from gradsync.runtime import environ
 from gradsync.runtime.rejoin import ended_key, group_key, joined_key
@@ -29,10 +30,13 @@ from gradsync.runtime.store import (
     wait_until,
 )
 
+_T = TypeVar("_T")
 _LOOPBACK = "127.0.0.1"
 _KNOCK_S = 1.0
 _WAIT_S = 300.0  # for the other nodes, at the start
-_OTHERS_END_S = {False: 5.0, True: 300.0}  # to tell the others, and to wait for them, as torch does
+_OTHERS_END_S = 300.0  # as torch waits
+_TELL_S = 5.0
+_ANSWER_S = 5.0
 _REGROUP_S = 60.0
 
 
@@ -62,6 +66,9 @@ class AgentRendezvous(RendezvousHandler):
         # All nodes need the same id; the port distinguishes runs.
         self._run_id = uuid.uuid4().hex if nodes is None else "gradsync-launch"
         self._store: Any = None
+        self._number = 0 if nodes is None else nodes.rank
+        self._begun = self._told = False
+        self._asking: threading.Thread | None = None
         self.stopped: Callable[[], bool] = lambda: False
         """True after a stop request: the agent then waits for no node."""
 
@@ -96,40 +103,78 @@ class AgentRendezvous(RendezvousHandler):
     def _records(self) -> SignedStore:
         return SignedStore(PrefixStore(self._run_id, self._store), self._token, "nodes")
 
+    def begin(self) -> None:
+        """Before ranks start: none of this host's is in a group."""
+        self._begun = False
+        if self._store is not None:
+            self._store.delete_key(group_key(self._number))
+
+    def has_begun(self) -> bool:
+        """Whether the ranks have met; before that, a lost one ends the run."""
+        key = group_key(self._number)
+        self._begun = self._begun or self._ask(lambda: self._store.check([key]), otherwise=False)
+        return self._begun
+
     def has_joined(self, rank: int, count: str) -> bool:
         """Whether rank `rank`, started again `count` times, is one of the group again."""
-        return bool(self._store.check([joined_key(rank, count)]))
-
-    def begin(self) -> None:
-        """Before ranks start: this host's are in the first group."""
-        if self._nodes is not None:
-            self._store.delete_key(group_key(self._nodes.rank))
+        key = joined_key(rank, count)
+        return self._ask(lambda: self._store.check([key]), otherwise=False)
 
     def say_lost(self, pid: int) -> None:
         """Tell ranks of other hosts, which see no process of this one, that a rank has ended."""
         if self._nodes is not None:
-            self._store.set(ended_key(socket.gethostname(), pid), "1")
+            key = ended_key(socket.gethostname(), pid)
+            self._ask(lambda: self._store.set(key, "1"), otherwise=None)
+
+    def is_left_out(self) -> bool:
+        """Whether ranks of other hosts have gone on without all of this one's."""
+        if self._nodes is None:
+            return False
+        return self._ask(lambda: self._number not in self._last_group()[0], otherwise=False)
 
     def how_others_end(self, waited_s: float) -> int | None:
         """How hosts end that go on without this one's ranks, which were lost so long ago: None
-        while they run, 0 for well, 1 otherwise, or if there are none."""
-        if self._nodes is None:
-            return 1
-        own, records = self._nodes.rank, self._records()
-        try:
-            here = self._in_last_group()
-            if own in here and waited_s > _REGROUP_S:
-                return 1  # the others would have made another one
-            ends = [records.get(f"ended/{node}") for node in here if node != own]
-        except RuntimeError:  # node 0 has left
-            return 1
-        return None if None in ends else int(b"0" not in ends)
+        while they run, 0 for well, 75 for a stop, 1 otherwise, or if there are none."""
 
-    def _in_last_group(self) -> list[int]:
-        """Hosts with ranks in it."""
-        keys = [group_key(node) for node in range(self._nodes.count if self._nodes else 0)]
-        last = [int(self._store.get(key)) if self._store.check([key]) else 0 for key in keys]
-        return [node for node, number in enumerate(last) if number == max(last)]
+        def ends() -> int | None:
+            records = self._records()
+            here, group = self._last_group()
+            if self._number in here:
+                records.set(f"empty/{self._number}", str(group))
+                if waited_s > _REGROUP_S:  # the others would have made another one
+                    return 1
+            found = []
+            for node in here:
+                empty = records.get(f"empty/{node}") == str(group).encode()
+                found.append(records.get(f"ended/{node}") or (b"1" if empty else None))
+            if None in found:
+                return None
+            return next((code for code in (0, STOPPED) if str(code).encode() in found), 1)
+
+        return 1 if self._nodes is None else self._ask(ends, otherwise=1)
+
+    def _last_group(self) -> tuple[list[int], int]:
+        """Hosts with ranks in it, and its number."""
+        keys = [group_key(node) for node in range(self._nodes.count if self._nodes else 1)]
+        last = [int(self._store.get(key)) if self._store.check([key]) else -1 for key in keys]
+        return [node for node, number in enumerate(last) if number == max(last)], max(last)
+
+    def _ask(self, question: Callable[[], _T], *, otherwise: _T) -> _T:
+        """Its answer, or `otherwise` if node 0 has left or is silent: then the store waits for it
+        indefinitely."""
+        answers: list[_T] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                answers.append(question())
+
+        if self._nodes is None:
+            return question()
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=ask, name="gradsync-ask", daemon=True)
+            self._asking.start()
+            self._asking.join(_ANSWER_S)
+        return answers[0] if answers else otherwise
 
     def _open(self, nodes: Nodes, deadline_s: float) -> Any:
         if nodes.rank == 0:
@@ -164,28 +209,29 @@ class AgentRendezvous(RendezvousHandler):
             "between the nodes?"
         )
 
-    def say_ended(self, *, wait: bool = False) -> None:
-        """Tell the other nodes that this one's ranks have ended. With `wait`, they ended well; then
-        also wait for theirs, which may need the store of node 0, until a signal comes."""
-        if self._nodes is None or self._store is None:
+    def say_ended(self, code: int) -> None:
+        """Tell the other nodes how this one's ranks have ended; only the first call counts. Then
+        wait for theirs, which may need the store of node 0: long if they ended well, until a signal
+        comes; after a stop, briefly."""
+        if self._nodes is None or self._store is None or self._told:
             return
-        records = self._records()
+        self._told, records = True, self._records()
         keys = [f"ended/{node}" for node in range(self._nodes.count)]
-        own, deadline_s = keys[self._nodes.rank], time.monotonic() + _OTHERS_END_S[wait]
+        deadline_s = time.monotonic() + (_OTHERS_END_S if code == 0 else _TELL_S)
 
         def tell() -> None:
             with suppress(RuntimeError):  # node 0 is unreachable
-                records.claim(own, "0" if wait else "1")
-                if wait:
-                    here = [keys[node] for node in self._in_last_group()]
+                records.claim(keys[self._number], str(code))
+                if code in (0, STOPPED):
+                    here = [keys[node] for node in self._last_group()[0]]
                     wait_until(lambda: bool(records.get_all(here)), deadline_s)
-                    lost_s = time.monotonic() + _OTHERS_END_S[False]  # hosts without ranks left
-                    wait_until(lambda: bool(records.get_all(keys)), min(deadline_s, lost_s))
+                    brief_s = time.monotonic() + _TELL_S  # hosts without ranks left
+                    wait_until(lambda: bool(records.get_all(keys)), min(deadline_s, brief_s))
 
         # The store waits indefinitely if node 0 is silent.
         thread = threading.Thread(target=tell, name="gradsync-ended", daemon=True)
         thread.start()
-        wait_until(lambda: not thread.is_alive() or (wait and self.stopped()), deadline_s)
+        wait_until(lambda: not thread.is_alive() or (code == 0 and self.stopped()), deadline_s)
 
     def shutdown(self) -> bool:
         """Drop the store, whose socket closes with it, and the agent, which also holds it."""

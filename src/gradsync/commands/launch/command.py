@@ -223,6 +223,10 @@ def node_lines(options: LaunchOptions, program: Program) -> list[str]:
             where = f"node {node}{reached}"
             command += ["--nnodes", str(options.nnodes), "--node-rank", str(node)]
             command += ["--master-addr", address, "--master-port", port]
+        if options.on_loss != "end":
+            command += ["--on-loss", options.on_loss, "--rejoin", str(options.rejoin)]
+        if options.log_dir:
+            command += ["--log-dir", str(options.log_dir)]
         ranks = f"ranks {node * each} to {node * each + each - 1} of {options.nnodes * each}"
         lines += [f"# {where}: {ranks}", shlex.join([*command, "--", *words])]
     return lines

@@ -284,6 +284,7 @@ class LocalAgent(LocalElasticAgent):
         self._meeting, self._shrinks, self._rejoins_left = meeting, shrinks, rejoin
         self._lost: set[int] = set()  # local ranks that the others have gone on without
         self._again: dict[int, str] = {}  # those started again, and how often they were
+        self._lost_code = 0  # theirs, from how the others ended
         self._alone_since_s: float | None = None  # since when no local rank is in the group
         self.received: list[signal.Signals] = []
         self.failures: list[int] = []  # codes of ranks that ended by themselves, in order
@@ -295,7 +296,8 @@ class LocalAgent(LocalElasticAgent):
         """Exit code of each local rank, negative for a signal; None while it runs. A rank that the
         others have gone on without counts as they do."""
         codes = [handler.proc.poll() for handler in rank_processes(self)]
-        return [0 if number in self._lost else code for number, code in enumerate(codes)]
+        lost, code_of_lost = self._lost, self._lost_code
+        return [code_of_lost if number in lost else code for number, code in enumerate(codes)]
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Signal handler; see [Note: how the agent stops]."""
@@ -308,13 +310,14 @@ class LocalAgent(LocalElasticAgent):
 
     def release(self) -> None:
         """Close the store and the ranks' log files."""
-        self._meeting.say_ended()
+        stopped = STOPPED in self.exit_codes()
+        self._meeting.say_ended(STOPPED if stopped else 1)
         self._meeting.shutdown()
         self._close_streams()
 
     def _exit_barrier(self) -> None:
         """Torch's barrier would wait for a failed node, and ignore signals."""
-        self._meeting.say_ended(wait=True)
+        self._meeting.say_ended(0)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failures, self.killed, self._lost, self._again = [], {}, set(), {}
@@ -355,7 +358,7 @@ class LocalAgent(LocalElasticAgent):
         rank goes on or has ended well; such ranks are started again. None while only ranks of other
         hosts go on."""
         codes = self.exit_codes()
-        if not self._shrinks:
+        if not self._shrinks or not self._meeting.has_begun():
             return codes
         lost = {number for number, code in enumerate(codes) if self._is_lost(number, code)}
         outside = {number for number in self._again if not self._has_joined(number)}
@@ -366,8 +369,9 @@ class LocalAgent(LocalElasticAgent):
         if self._alone_since_s is not None:
             waited_s = time.monotonic() - self._alone_since_s
             ends = 1 if others else self._meeting.how_others_end(waited_s)
-            if ends == 0:
+            if ends in (0, STOPPED):
                 self._lost |= lost
+                self._lost_code = ends
                 return self.exit_codes()
             if ends == 1:
                 if not any(codes):
@@ -376,6 +380,8 @@ class LocalAgent(LocalElasticAgent):
                 return [
                     1 if n in outside and code is None else code for n, code in enumerate(codes)
                 ]
+        elif None in codes and self._meeting.is_left_out():  # ranks that a signal has stopped
+            self._send(signal.SIGKILL)
         for number in sorted(lost):
             code, rank = codes[number] or 0, self._rank(number)
             why = obituary(rank, -code) if code < 0 else f"rank {rank} failed before it joined"
@@ -429,11 +435,15 @@ class LocalAgent(LocalElasticAgent):
         while self._pending:
             self._send(self._pending.pop(0))
         self._send(signal.SIGCONT)  # a stopped rank cannot act on a signal
+        if self._alone_since_s is not None:
+            _say("gradsync: no rank is left on this host: stop the others, which go on, on theirs")
         deadline = time.monotonic() + GRACE_S
         while None in (codes := self._codes_that_count()) and time.monotonic() < deadline:
             if LatePeerError.exit_code in codes:  # they have given up waiting for the rest
                 deadline = min(deadline, time.monotonic() + END_S)
             time.sleep(0.02)
+        if None in codes and self.received:
+            self._lost_code = -self.received[0]
         kill_ranks(self)
         forbid_restarts(self)
         codes = self.exit_codes()

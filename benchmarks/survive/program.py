@@ -157,7 +157,7 @@ def main() -> None:
     out, name = Path(folder), os.environ.get("RANK", "0")
     diary = Diary(out, name)
     killer = Killer(out, name, kills, diary)
-    with gs.init(seed=0, threads=1, on_loss=on_loss, silence_s=2.0, catch_stop=True) as world:
+    with gs.init(seed=0, threads=1, on_loss=on_loss, silence_s=1.0, catch_stop=True) as world:
         parts = build(int(width), int(total), world)
         sync = gs.replicate(parts["model"], world)
         stop = train(sync, parts, out, killer, diary)

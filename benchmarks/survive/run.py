@@ -299,6 +299,10 @@ def goodput(seconds: float, every_s: float, *, ranks: int) -> dict[str, Any]:
     while time.monotonic() - began < seconds:
         time.sleep(max(0.0, every_s * (len(faults) + 0.5) - (time.monotonic() - began)))
         here = run.processes()
+        if not here:
+            raise SystemExit(
+                f"nobody trains: {run.process.poll()} {(run.path / 'said').read_text()}"
+            )
         name = draw.choice(sorted(here))
         number = (signal.SIGKILL, signal.SIGSTOP)[len(faults) % 2]
         os.kill(here[name], number)

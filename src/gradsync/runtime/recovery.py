@@ -244,9 +244,9 @@ class Recovery:
             took_s = time.monotonic() - began
             said = self._describe(sorted(lost), [*joining], len(names), error, finish=finish)
             hosts = sorted({group.presences[rank].host for rank in lost})
-            gone = [self._names[rank] for rank in sorted(lost)]
-            incident = {"kind": "lost" if lost else "joined", "rank": gone, "host": hosts}
-            self.incidents.append({"time": time.time() - took_s, "said": said, **incident})
+            who = {"rank": [self._names[rank] for rank in sorted(lost)], "host": hosts}
+            what = {"time": time.time() - took_s, "kind": "lost" if lost else "joined"}
+            self.incidents.append({**what, "said": said, **who})
             self._end(lost)
             if world.rank == min(chosen):
                 _say(f"{said}, agreed after {took_s:.2f} s")

@@ -35,7 +35,7 @@ def ended_key(host: str, pid: int) -> str:
 
 def group_key(node: object) -> str:
     """A key that launchers read: the number of the last group with ranks of host number `node`, as
-    the launcher counts; without it, the first."""
+    the launcher counts; of any host for "last"."""
     return f"gradsync/group/{node}"
 
 

@@ -112,9 +112,10 @@ class Meeting:
         self.records = self.records.over(self.store)
         self.records.scope = f"{self.scope}/{number}"
 
-    def tell_launcher(self, key: str, value: str = "1") -> None:
-        """Set a key that the launchers read."""
-        self._client.set(key, value)
+    def tell_launcher(self, *keys: str, value: str = "1") -> None:
+        """Set keys that the launchers read."""
+        for key in keys:
+            self._client.set(key, value)
 
     def has_ended(self, host: str, pid: int) -> bool:
         """Whether the launcher on that host says that a rank of its own has ended."""

@@ -105,6 +105,7 @@ class Session:
         """Of the ranks of the group, in order."""
         self._me: Presence | None = None
         self._joined_key = ""
+        self._group_keys = [group_key(node) for node in (self._env.get("GROUP_RANK", "0"), "last")]
         self._lost = False
         self._connections: Any = None
         self._interface = ""
@@ -282,7 +283,7 @@ class Session:
         self._undo_group_at_end()
         self._begin_group(meeting)
         if options.on_loss == "shrink":
-            meeting.tell_launcher(group_key(self._env.get("GROUP_RANK", "0")), "0")
+            meeting.tell_launcher(*self._group_keys, value="0")
         if again:
             meeting.tell_launcher(joined_key(world.rank, again))
 
@@ -298,8 +299,7 @@ class Session:
         os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
 
     def _wait_outside(self, meeting: Meeting, first: list[Presence], count: str) -> None:
-        """Be one rank alone, in a process that was started again, the `count`-th time; see
-        rejoin.py. `first`: all ranks at the start."""
+        """Be one rank alone, started again, the `count`-th time; see rejoin.py."""
         self.presences = first
         self._undo_group_at_end()
         self._joined_key = joined_key(self.world.rank, count)
@@ -431,7 +431,7 @@ class Session:
             self._begin_group(meeting)
         else:
             self.watch = None
-        meeting.tell_launcher(group_key(self._env.get("GROUP_RANK", "0")), str(number))
+        meeting.tell_launcher(*self._group_keys, value=str(number))
         if self._joined_key:
             meeting.tell_launcher(self._joined_key)
 

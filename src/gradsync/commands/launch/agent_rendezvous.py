@@ -38,6 +38,7 @@ _OTHERS_END_S = 300.0  # as torch waits
 _TELL_S = 5.0
 _ANSWER_S = 5.0
 _REGROUP_S = 60.0
+_LOOK_S, _LOOKS = 1.0, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,7 @@ class AgentRendezvous(RendezvousHandler):
         self._store: Any = None
         self._number = 0 if nodes is None else nodes.rank
         self._begun = self._told = False
+        self._next_look_s, self._times_out = 0.0, 0
         self._asking: threading.Thread | None = None
         self.stopped: Callable[[], bool] = lambda: False
         """True after a stop request: the agent then waits for no node."""
@@ -105,7 +107,7 @@ class AgentRendezvous(RendezvousHandler):
 
     def begin(self) -> None:
         """Before ranks start: none of this host's is in a group."""
-        self._begun = False
+        self._begun, self._times_out = False, 0
         if self._store is not None:
             self._store.delete_key(group_key(self._number))
 
@@ -127,10 +129,18 @@ class AgentRendezvous(RendezvousHandler):
             self._ask(lambda: self._store.set(key, "1"), otherwise=None)
 
     def is_left_out(self) -> bool:
-        """Whether ranks of other hosts have gone on without all of this one's."""
-        if self._nodes is None:
-            return False
-        return self._ask(lambda: self._number not in self._last_group()[0], otherwise=False)
+        """Whether ranks of other hosts have gone on without all of this one's. It looks now and
+        then, and wants to see it several times: a new group's ranks say so one after the other."""
+
+        def differs() -> bool:
+            own, last = group_key(self._number), group_key("last")
+            return self._store.check([last]) and self._store.get(own) != self._store.get(last)
+
+        now_s = time.monotonic()
+        if self._nodes is not None and now_s > self._next_look_s:
+            self._next_look_s = now_s + _LOOK_S
+            self._times_out = self._times_out + 1 if self._ask(differs, otherwise=False) else 0
+        return self._times_out > _LOOKS
 
     def how_others_end(self, waited_s: float) -> int | None:
         """How hosts end that go on without this one's ranks, which were lost so long ago: None

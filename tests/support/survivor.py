@@ -49,7 +49,10 @@ def main(out: str, strategy: str, *kills: str) -> None:
         if f"{me}:{now}:{place}:raises" in kills:
             raise ValueError("a bug of the program")
 
-    with gs.init(seed=0, threads=1, on_loss="shrink", silence_s=1.5, catch_stop=True) as world:
+    silence_s = float(os.environ.get("TEST_SILENCE_S", "1.5"))
+    with gs.init(
+        seed=0, threads=1, on_loss="shrink", silence_s=silence_s, catch_stop=True
+    ) as world:
         model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 4))
         sync = gs.replicate(model, world, strategy=strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gradsync.commands.cli.main import main
-from gradsync.commands.launch import local
+from gradsync.commands.launch import agent_rendezvous
 from gradsync.commands.train.config_io import parse_config
 from gradsync.runtime.store import wait_until
 from support import foreign_files
@@ -113,7 +113,7 @@ def test_a_missing_node_is_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local, "_WAIT_S", 0.2)
+    monkeypatch.setattr(agent_rendezvous, "_WAIT_S", 0.2)
     argv = ["launch", "--nproc-per-node", "1", "--nnodes", "2", "--node-rank", str(node)]
     argv += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     assert main([*argv, "--", str(script), str(tmp_path), "0"]) == 1

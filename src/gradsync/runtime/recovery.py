@@ -318,7 +318,7 @@ class Recovery:
         """Whether a rank that was started again waits to join, at a checkpoint in `folder` or any;
         asks for lost ranks only."""
         lost = [name for name in range(self._first) if name not in self._names]
-        with suppress(RuntimeError):  # without the store nobody can come
+        with suppress(RuntimeError):  # without the store no rank can join
             return bool(lost and self._group.lobby.waiting(lost, folder))
         return False
 

@@ -375,7 +375,7 @@ class LocalAgent(LocalElasticAgent):
                 return self.exit_codes()
             if ends == 1:
                 if not any(codes):
-                    self._lost.clear()  # nobody has gone on
+                    self._lost.clear()  # no host has gone on without them
                 codes = self.exit_codes()
                 return [
                     1 if n in outside and code is None else code for n, code in enumerate(codes)

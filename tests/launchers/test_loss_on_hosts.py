@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,23 @@ from support.namespaces import two_hosts
 SILENCE_S = 5.0
 
 
-def launch(folder: Path, *kills: str, rejoin: int = 0) -> list[Finished]:
-    """Two ranks on each of two hosts; how the launchers ended."""
+def launch(
+    folder: Path,
+    *kills: str,
+    ranks: int = 2,
+    rejoin: int = 0,
+    variables: dict[str, str] | None = None,
+    also: Sequence[dict[str, str]] = (),
+) -> list[Finished]:
+    """Two hosts with so many ranks each, and on `also`; how the launchers ended."""
     folder.mkdir()
     with two_hosts() as hosts:
         words = [on_host.__file__, ",".join(host.namespace for host in hosts), hosts[0].address]
-        words += ["--nproc-per-node", 2, "--on-loss", "shrink", "--rejoin", rejoin, "--"]
+        words += ["--nproc-per-node", ranks, "--on-loss", "shrink", "--rejoin", rejoin, "--"]
         # On another host a process that is merely slow looks dead after that time.
-        shared = {**WITH_RANKS, "TEST_SILENCE_S": str(SILENCE_S)}
-        variables = [{**shared, "TEST_HOST": str(number)} for number in (0, 1)]
-        return run_forked([*words, survivor.__file__, folder, "invariant", *kills], variables)
+        shared = {**WITH_RANKS, "TEST_SILENCE_S": str(SILENCE_S), **(variables or {})}
+        each = [{**shared, **host} for host in ({"TEST_HOST": "0"}, {"TEST_HOST": "1"}, *also)]
+        return run_forked([*words, survivor.__file__, folder, "invariant", *kills], each)
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -77,15 +85,44 @@ def test_hosts_go_on(
 
 
 @pytest.mark.launcher("namespaces")
+def test_a_host_comes_back(tmp_path: Path, alone: dict[str, Any]) -> None:
+    """Its ranks and its launcher end at once; then its line is typed again."""
+    out = tmp_path / "out"
+    again = {"TEST_HOST": "1", "TEST_AFTER": str(out / "host-is-lost")}
+    first, lost, second = launch(out, "2:2:forward:host", "until:4", also=[again])
+    said = first.stderr[-5000:] + second.stderr[-3000:]
+    assert (first.returncode, lost.returncode, second.returncode) == (0, -9, 0), said
+    assert [(end["world_size"], end["sha256"]) for end in told(out)] == [(4, alone["sha256"])] * 4
+    assert re.search("lost rank.s. 2, 3.*", first.stderr), said
+    assert re.search("rank.s. 4, 5 join", second.stderr), said
+
+
+@pytest.mark.launcher("namespaces")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_host_comes_new(tmp_path: Path, ranks: int, alone: dict[str, Any]) -> None:
+    """One begins alone; a rank of the other one is lost and comes back, too."""
+    out, size = tmp_path / "out", 2 * ranks
+    kills = [f"until:{size}", f"{size - 1}+:3:data"]
+    variables = {"TEST_NODES": "1:2", "GRADSYNC_TOKEN": "s" * 32}
+    first, second = launch(out, *kills, ranks=ranks, rejoin=1, variables=variables)
+    said = first.stderr[-5000:] + second.stderr[-5000:]
+    assert (first.returncode, second.returncode) == (0, 0), said
+    ends = [(end["world_size"], end["sha256"]) for end in told(out)]
+    assert ends == [(size, alone["sha256"])] * size
+    assert re.search(f"lost rank.s. {size - 1} .*rank.s. {size - 1} join", said, re.DOTALL), said
+
+
+@pytest.mark.launcher("namespaces")
 def test_when_all_are_lost_at_once(tmp_path: Path) -> None:
     runs = launch(tmp_path / "out", *(f"{rank}:2:data" for rank in range(4)))
     assert [run.returncode for run in runs] == [1, 1]
 
 
 @pytest.mark.launcher("namespaces")
-def test_a_host_without_ranks_ends_as_the_others(tmp_path: Path) -> None:
-    """By a stop, with a checkpoint."""
-    runs = launch(tmp_path / "out", "0:1:data", "1:1:data", "2:3:data:asks")
+@pytest.mark.parametrize("asks", ["asks", "asks-launcher-0"])
+def test_a_host_without_ranks_ends_as_the_others(tmp_path: Path, asks: str) -> None:
+    """By a stop, with a checkpoint; by its own launcher, too."""
+    runs = launch(tmp_path / "out", "0:1:data", "1:1:data", f"2:3:data:{asks}")
     assert [run.returncode for run in runs] == [75, 75], runs[0].stderr + runs[1].stderr[-3000:]
 
 
@@ -127,6 +164,7 @@ def test_what_a_host_without_ranks_waits_for(
 ) -> None:
     meeting = AgentRendezvous(Nodes(count=3, rank=0, address="127.0.0.1", port=0))
     meeting._store = HashStore()
+    meeting._store.set(agent_rendezvous._NUMBERED, "3")
     for node, number in groups.items():
         meeting._store.set(group_key(node), str(number))
     for name, values in (("ended", ended), ("empty", empty)):

@@ -5,7 +5,7 @@ numbers, with a + for each time that they were started again. It writes what it 
     survivor.py OUT STRATEGY[:own] [KILL …]        own: loss.backward(), optimizer.step()
 
 Among the kills: `wait:STEP`, before that step rank 0 waits for a rank that was started again;
-`saves`, after each step; `differs`, a rank that was started again has another learning rate.
+`until:SIZE`, before each step after the first one it waits for as many ranks; `saves`, after each step; `differs`, a rank that was started again has another learning rate.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -46,9 +47,21 @@ def main(out: str, strategy: str, *kills: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         if f"{me}:{now}:{place}:cuts" in kills:  # its host off the network
             subprocess.run(["ip", "link", "set", "veth0", "down"], check=True)
+        if f"{me}:{now}:{place}:asks-launcher-0" in kills:
+            os.kill(int(Path(out, "launcher-0").read_text()), signal.SIGTERM)
+            while not world.should_stop:
+                time.sleep(0.01)
+        if f"{me}:{now}:{place}:host" in kills:
+            Path(out, "host-is-lost").touch()
+            launcher = psutil.Process(os.getppid())
+            launcher.suspend()
+            others = [each for each in launcher.children() if each.pid != os.getpid()]
+            for each in (*others, launcher, psutil.Process()):
+                each.kill()
         if f"{me}:{now}:{place}:raises" in kills:
             raise ValueError("a bug of the program")
 
+    Path(out, f"launcher-{me}").write_text(str(os.getppid()))
     silence_s = float(os.environ.get("TEST_SILENCE_S", "1.5"))
     with gs.init(
         seed=0, threads=1, on_loss="shrink", silence_s=silence_s, catch_stop=True
@@ -93,9 +106,9 @@ def main(out: str, strategy: str, *kills: str) -> None:
             optimizer.param_groups[0]["lr"] = 0.3
         for batch in loader:
             now = batch.number
-            while f"wait:{now}" in kills and world.is_main and world.world_size < first:
-                if recovery.one_waits():
-                    break
+            until = max(int(kill[6:]) for kill in ("until:0", *kills) if kill[:6] == "until:")
+            size = first if f"wait:{now}" in kills else until if now else 0
+            while world.is_main and world.world_size < size and not recovery.one_waits():
                 time.sleep(0.01)
             torch.rand(3)
             for attempt in sync.attempts():

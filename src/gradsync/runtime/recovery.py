@@ -56,8 +56,8 @@ class Group(Protocol):
         ...
 
     @property
-    def lobby(self) -> Lobby:
-        """Where ranks wait that were started again."""
+    def lobby(self) -> Lobby | None:
+        """Where ranks wait to join; None for a process that no other can join."""
         ...
 
     @property
@@ -138,8 +138,7 @@ class Recovery:
         self, group: Group, *, silence_s: float, timeout_s: float, outside: int | None = None
     ) -> None:
         self._group, self._silence_s, self._timeout_s = group, silence_s, timeout_s
-        self._first = max(len(group.presences), group.world.world_size)  # ranks at the start
-        self._names = [*range(self._first)] if outside is None else [outside]
+        self._names = [*range(group.world.world_size)] if outside is None else [outside]
         self.waits_to_join = outside is not None
         """Whether this rank was started again, and has not joined the others yet."""
         self.generation = 0
@@ -250,7 +249,7 @@ class Recovery:
             self._end(lost)
             if world.rank == min(chosen):
                 _say(f"{said}, agreed after {took_s:.2f} s")
-            if joining:
+            if joining and group.lobby is not None:
                 admission = Admission(
                     generation=self.generation,
                     step=saved or 0,
@@ -316,10 +315,10 @@ class Recovery:
 
     def one_waits(self, folder: str = "") -> bool:
         """Whether a rank that was started again waits to join, at a checkpoint in `folder` or any;
-        asks for lost ranks only."""
-        lost = [name for name in range(self._first) if name not in self._names]
-        with suppress(RuntimeError):  # without the store no rank can join
-            return bool(lost and self._group.lobby.waiting(lost, folder))
+        asks the store."""
+        with suppress(RuntimeError):  # without it no rank can join
+            lobby = self._group.lobby
+            return lobby is not None and bool(lobby.waiting(self._names, folder))
         return False
 
     def wait_outside(self, folder: str) -> int:
@@ -331,7 +330,7 @@ class Recovery:
         """
         if self._admission is None:
             self._group.announce(self._names[0], folder)
-            _say(f"rank {self._names[0]}, started again, waits for the others' next checkpoint")
+            _say(f"rank {self._names[0]} waits for the others' next checkpoint")
             try:
                 while (admission := self._group.admission()) is None:
                     time.sleep(10 * _LOOK_S)
@@ -417,8 +416,8 @@ class Recovery:
 
     def _waiting(self, reports: Sequence[Report]) -> Mapping[int, Presence]:
         """Who may join a group of ranks with these reports."""
-        lost = [name for name in range(self._first) if name not in self._names]
-        return self._group.lobby.waiting(lost) if admits(reports) else {}
+        lobby = self._group.lobby
+        return lobby.waiting(self._names) if lobby is not None and admits(reports) else {}
 
     def _end(self, lost: set[int]) -> None:
         """Kill lost ranks of this host that are only stopped: they hold files and locks."""

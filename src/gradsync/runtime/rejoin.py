@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from gradsync.runtime.peers import process_state
 from gradsync.runtime.store import Presence, SignedStore
 
 REJOIN = "GRADSYNC_REJOIN"
-"""Variable of a process that was started again: how often, from 1."""
+"""Variable of a process that was started again, or on a host that comes later: how often, from 1."""
+NAMED = "gradsync/named"
+"""A key of the launchers: how many numbers they have given to ranks so far."""
 _OVER = "over"
 
 
@@ -64,26 +66,28 @@ class Lobby:
 
     Args:
         records: in the rendezvous store, which outlives every rank.
+        num_named: how many numbers the launchers have given to ranks so far.
     """
 
-    def __init__(self, records: SignedStore) -> None:
-        self._records = records
+    def __init__(self, records: SignedStore, num_named: Callable[[], int]) -> None:
+        self._records, self._num_named = records, num_named
 
     def announce(self, name: int, presence: Presence, folder: str) -> None:
         """Say that the process of rank `name`, as the launcher counts, was started again, and waits
         for a checkpoint in `folder`."""
         self._records.set(f"again/{name}", json.dumps([folder, asdict(presence)]))
 
-    def waiting(self, names: Iterable[int], folder: str = "") -> dict[int, Presence]:
-        """Those of `names` whose new process waits, for `folder` or for any."""
+    def waiting(self, inside: Collection[int], folder: str = "") -> dict[int, Presence]:
+        """Processes by their rank's number, as the launcher counts, that wait for `folder` or for
+        any; not those of numbers that are `inside` of the group."""
         return {
             name: presence
-            for name, presence, theirs in self._announced(names)
+            for name, presence, theirs in self._announced(inside)
             if folder in ("", theirs) and self.admission(presence) is None
         }
 
-    def _announced(self, names: Iterable[int]) -> Iterator[tuple[int, Presence, str]]:
-        for name in names:
+    def _announced(self, inside: Collection[int] = ()) -> Iterator[tuple[int, Presence, str]]:
+        for name in set(range(self._num_named())).difference(inside):
             if (text := self._records.get(f"again/{name}")) is not None:
                 folder, told = json.loads(text)
                 if _may_live(presence := Presence(**told)):
@@ -114,7 +118,7 @@ class Lobby:
         Args:
             first: all ranks at the start.
         """
-        later = [each for _, each, _ in self._announced(range(len(first)))]
+        later = [each for _, each, _ in self._announced()]
         members = (*first, *(each for each in later if self.admission(each) is not None))
         lives = any(map(_may_live, members))  # before the next line: they say so, and then end
         if self._records.get(_OVER) is not None:

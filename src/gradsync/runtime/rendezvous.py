@@ -31,13 +31,14 @@ import psutil
 from gradsync.errors import RendezvousError
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.network import address_of, own_address
-from gradsync.runtime.rejoin import Lobby, ended_key
+from gradsync.runtime.rejoin import NAMED, Lobby, ended_key
 from gradsync.runtime.resolve import Resolution
 from gradsync.runtime.store import LEFT, SignedStore, host_store, join_store, token_of, wait_until
 from gradsync.world import World
 
 _CONNECT_S = 10.0
 _HEAR_S = 2.0
+_LOOK_S = 1.0
 
 
 class Meeting:
@@ -87,7 +88,9 @@ class Meeting:
         self._client, self.scope = client, f"{generation}/{session}"
         self.store: Any = dist.PrefixStore(self._prefix, client)
         self.records = SignedStore(self.store, token, self.scope)
-        self.lobby = Lobby(SignedStore(self.store, token, f"{self.scope}/lobby"))
+        lobby = SignedStore(self.store, token, f"{self.scope}/lobby")
+        self.lobby = Lobby(lobby, self._num_named)
+        self._named, self._next_look_s = world.world_size, 0.0
 
     def learn_scope(self, scope: str) -> None:
         """Sign records of this session from now on with `scope`, which all of its ranks know."""
@@ -116,6 +119,14 @@ class Meeting:
         """Set keys that the launchers read."""
         for key in keys:
             self._client.set(key, value)
+
+    def _num_named(self) -> int:
+        """How many numbers the launchers have given to ranks, or had a second ago: it is asked in
+        every step."""
+        if (now_s := time.monotonic()) >= self._next_look_s:
+            self._next_look_s = now_s + _LOOK_S
+            self._named = max(self._named, self._client.add(NAMED, 0))
+        return self._named
 
     def has_ended(self, host: str, pid: int) -> bool:
         """Whether the launcher on that host says that a rank of its own has ended."""

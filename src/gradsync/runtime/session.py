@@ -162,7 +162,8 @@ class Session:
         device = device_here(self.options.device, self.world.local_rank)
         self._backend = choose_backend(self.options.backend, device)
         try:
-            if self.world.is_distributed:
+            grows = self.options.on_loss == "shrink" and self._env.get("ROLE_NAME") == LAUNCHED
+            if self.world.is_distributed or grows:
                 self._join(resolution, again)
             else:
                 self._set_up_compute(self.world)
@@ -252,14 +253,13 @@ class Session:
         # local rank.
         if not resolution.reading.needs_hosts:
             self._set_up_compute(world)
-        first = [f"here/{rank}" for rank in range(world.world_size)]
         # By default gloo listens on the address of the host's name.
         interface = self._env.get("GLOO_SOCKET_IFNAME", "")
         if not interface and world.one_host:
             interface = "lo" if sys.platform == "linux" else "lo0"
         self._interface = interface or interface_towards(meeting.address)
-        if again and (met := meeting.records.get_all(first)):
-            self._wait_outside(meeting, [Presence(**json.loads(each)) for each in met], again)
+        if again:
+            self._wait_outside(meeting, again)
             return
         presences = check_in(
             meeting.records,
@@ -281,11 +281,10 @@ class Session:
             )
         self.presences = presences
         self._undo_group_at_end()
-        self._begin_group(meeting)
+        if world.is_distributed:
+            self._begin_group(meeting)
         if options.on_loss == "shrink":
             meeting.tell_launcher(*self._group_keys, value="0")
-        if again:
-            meeting.tell_launcher(joined_key(world.rank, again))
 
     def _introduce(self) -> Presence:
         """What this rank announces."""
@@ -298,9 +297,10 @@ class Session:
         self._stack.callback(wait_until_workers_sleep)
         os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
 
-    def _wait_outside(self, meeting: Meeting, first: list[Presence], count: str) -> None:
+    def _wait_outside(self, meeting: Meeting, count: str) -> None:
         """Be one rank alone, started again, the `count`-th time; see rejoin.py."""
-        self.presences = first
+        found = [meeting.records.get(f"here/{rank}") for rank in range(self.world.world_size)]
+        self.presences = [Presence(**json.loads(each)) for each in found if each]  # at the start
         self._undo_group_at_end()
         self._joined_key = joined_key(self.world.rank, count)
         alone = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
@@ -370,10 +370,9 @@ class Session:
             recovery.lost = True
 
     @property
-    def lobby(self) -> Lobby:
+    def lobby(self) -> Lobby | None:
         """See `recovery.Group`."""
-        assert self._meeting is not None, "ranks have met"
-        return self._meeting.lobby
+        return None if self._meeting is None else self._meeting.lobby
 
     @property
     def scope(self) -> str:
@@ -392,6 +391,7 @@ class Session:
 
     def announce(self, name: int, folder: str) -> None:
         """See `recovery.Group`."""
+        assert self.lobby is not None, "ranks have met"
         self.lobby.announce(name, self._introduce(), folder)
 
     def admission(self) -> Admission | None:

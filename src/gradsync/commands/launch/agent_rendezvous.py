@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 from gradsync.commands.launch.requeue import STOPPED
 from gradsync.errors import RendezvousError
 from gradsync.runtime import environ
-from gradsync.runtime.rejoin import ended_key, group_key, joined_key
+from gradsync.runtime.rejoin import NAMED, ended_key, group_key, joined_key
 from gradsync.runtime.store import (
     SignedStore,
     host_store,
@@ -39,14 +40,16 @@ _TELL_S = 5.0
 _ANSWER_S = 5.0
 _REGROUP_S = 60.0
 _LOOK_S, _LOOKS = 1.0, 4
+_STOP = "gradsync/stop"
+_NUMBERED = "gradsync/hosts"  # how many hosts have come so far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
     """This host as one of several."""
 
-    count: int
-    rank: int
+    count: int  # hosts that begin
+    rank: int  # `count` and more: comes when they have begun
     address: str  # of node 0
     port: int  # on node 0
 
@@ -69,8 +72,11 @@ class AgentRendezvous(RendezvousHandler):
         self._store: Any = None
         self._number = 0 if nodes is None else nodes.rank
         self._begun = self._told = False
+        self._late = False  # the others have begun without this host
         self._next_look_s, self._times_out = 0.0, 0
         self._asking: threading.Thread | None = None
+        self.stop_asked = False
+        """Whether a host whose ranks are lost was told to stop, when `is_left_out` last looked."""
         self.stopped: Callable[[], bool] = lambda: False
         """True after a stop request: the agent then waits for no node."""
 
@@ -90,8 +96,12 @@ class AgentRendezvous(RendezvousHandler):
         deadline_s = time.monotonic() + _WAIT_S
         if self._store is None:
             self._store = self._open(nodes, deadline_s)
-        store = PrefixStore(self._run_id, self._store)
+        where = RendezvousStoreInfo(nodes.address, nodes.port)
         try:
+            if self._comes_late(nodes):
+                self._number, self._late = self._store.add(_NUMBERED, 1) - 1, True
+                own = PrefixStore(f"{self._run_id}/{self._number}", self._store)
+                return RendezvousInfo(own, 0, 1, where)
             self._wait_for_nodes(nodes, self._records(), deadline_s)
         except RendezvousError:
             raise
@@ -99,17 +109,34 @@ class AgentRendezvous(RendezvousHandler):
             raise RendezvousError(
                 f"node {nodes.rank}: node 0, which serves the store, went away while the nodes met"
             ) from error
-        where = RendezvousStoreInfo(nodes.address, nodes.port)
+        store = PrefixStore(self._run_id, self._store)
         return RendezvousInfo(store, nodes.rank, nodes.count, where)
+
+    def _comes_late(self, nodes: Nodes) -> bool:
+        """Whether the run has begun, or is to begin, without this host."""
+
+        def has_begun() -> bool:
+            return self._store.check([group_key("last")])
+
+        if nodes.rank >= nodes.count:
+            wait_until(lambda: self.stopped() or has_begun(), math.inf)
+            if self.stopped():
+                raise self._vain(nodes, "the run has not begun")
+        return nodes.rank > 0 and has_begun()
 
     def _records(self) -> SignedStore:
         return SignedStore(PrefixStore(self._run_id, self._store), self._token, "nodes")
 
-    def begin(self) -> None:
-        """Before ranks start: none of this host's is in a group."""
+    def begin(self, world_size: int, num_here: int) -> tuple[int, int] | None:
+        """Before ranks start: none of this host's is in a group. Returns the host's number and its
+        first rank's, if the run has begun without it."""
         self._begun, self._times_out = False, 0
-        if self._store is not None:
-            self._store.delete_key(group_key(self._number))
+        self._store.delete_key(group_key(self._number))
+        if self._late:
+            return self._number, self._store.add(NAMED, num_here) - num_here
+        if self._number == 0:
+            self._store.set(NAMED, str(world_size))
+        return None
 
     def has_begun(self) -> bool:
         """Whether the ranks have met; before that, a lost one ends the run."""
@@ -133,6 +160,7 @@ class AgentRendezvous(RendezvousHandler):
         then, and wants to see it several times: a new group's ranks say so one after the other."""
 
         def differs() -> bool:
+            self.stop_asked = self._store.check([_STOP])
             own, last = group_key(self._number), group_key("last")
             return self._store.check([last]) and self._store.get(own) != self._store.get(last)
 
@@ -142,13 +170,17 @@ class AgentRendezvous(RendezvousHandler):
             self._times_out = self._times_out + 1 if self._ask(differs, otherwise=False) else 0
         return self._times_out > _LOOKS
 
+    def ask_others_to_stop(self) -> None:
+        """Have the other hosts' launchers stop their ranks."""
+        self._ask(lambda: self._store.set(_STOP, "1"), otherwise=None)
+
     def how_others_end(self, waited_s: float) -> int | None:
         """How hosts end that go on without this one's ranks, which were lost so long ago: None
         while they run, 0 for well, 75 for a stop, 1 otherwise, or if there are none."""
 
         def ends() -> int | None:
             records = self._records()
-            here, group = self._last_group()
+            here, group = self._last_group(self._store)
             if self._number in here:
                 records.set(f"empty/{self._number}", str(group))
                 if waited_s > _REGROUP_S:  # the others would have made another one
@@ -163,11 +195,14 @@ class AgentRendezvous(RendezvousHandler):
 
         return 1 if self._nodes is None else self._ask(ends, otherwise=1)
 
-    def _last_group(self) -> tuple[list[int], int]:
+    def _last_group(self, store: Any) -> tuple[list[int], int]:
         """Hosts with ranks in it, and its number."""
-        keys = [group_key(node) for node in range(self._nodes.count if self._nodes else 1)]
-        last = [int(self._store.get(key)) if self._store.check([key]) else -1 for key in keys]
+        keys = [group_key(node) for node in self._hosts(store)]
+        last = [int(store.get(key)) if store.check([key]) else -1 for key in keys]
         return [node for node, number in enumerate(last) if number == max(last)], max(last)
+
+    def _hosts(self, store: Any) -> range:
+        return range(store.add(_NUMBERED, 0) if self._nodes else 1)
 
     def _ask(self, question: Callable[[], _T], *, otherwise: _T) -> _T:
         """Its answer, or `otherwise` if node 0 has left or is silent: then the store waits for it
@@ -188,7 +223,9 @@ class AgentRendezvous(RendezvousHandler):
 
     def _open(self, nodes: Nodes, deadline_s: float) -> Any:
         if nodes.rank == 0:
-            return host_store(nodes.address, nodes.port, one_host=False)
+            store = host_store(nodes.address, nodes.port, one_host=False)
+            store.set(_NUMBERED, str(nodes.count))
+            return store
         while True:  # in short tries, to notice signals in between
             slice_s = min(deadline_s, time.monotonic() + _KNOCK_S)
             try:
@@ -225,15 +262,15 @@ class AgentRendezvous(RendezvousHandler):
         comes; after a stop, briefly."""
         if self._nodes is None or self._store is None or self._told:
             return
-        self._told, records = True, self._records()
-        keys = [f"ended/{node}" for node in range(self._nodes.count)]
+        self._told, records, store = True, self._records(), self._store
         deadline_s = time.monotonic() + (_OTHERS_END_S if code == 0 else _TELL_S)
 
         def tell() -> None:
             with suppress(RuntimeError):  # node 0 is unreachable
+                keys = [f"ended/{node}" for node in self._hosts(store)]
                 records.claim(keys[self._number], str(code))
                 if code in (0, STOPPED):
-                    here = [keys[node] for node in self._last_group()[0]]
+                    here = [keys[node] for node in self._last_group(store)[0]]
                     wait_until(lambda: bool(records.get_all(here)), deadline_s)
                     brief_s = time.monotonic() + _TELL_S  # hosts without ranks left
                     wait_until(lambda: bool(records.get_all(keys)), min(deadline_s, brief_s))

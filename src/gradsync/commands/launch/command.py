@@ -15,7 +15,9 @@ from gradsync.commands.arguments import parse
 from gradsync.core.files import counted, perhaps
 from gradsync.errors import ConfigError, LaunchError
 from gradsync.runtime import environ
+from gradsync.runtime.bounds import MOST_NODES, whole_number
 from gradsync.runtime.resolve import resolve
+from gradsync.runtime.store import TOKEN
 
 RANK_COMMANDS = ("train", "verify", "bench", "tune", "doctor")
 """Commands of gradsync that can run as one rank of many."""
@@ -38,8 +40,8 @@ class LaunchOptions:
 
     nproc_per_node: int
     """Ranks on each node."""
-    nnodes: int = 1
-    """Nodes."""
+    nnodes: str = "1"
+    """Nodes; MIN:MAX with --on-loss shrink: MIN begin, the others may join at a checkpoint."""
     node_rank: int | None = None
     """This node's number, from 0; without it, several nodes only print their lines."""
     master_addr: str = ""
@@ -59,17 +61,31 @@ class LaunchOptions:
 
     def check(self) -> None:
         """Raise ConfigError for values that contradict each other."""
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+        least, most = self.num_nodes()
+        if self.node_rank is not None and not 0 <= self.node_rank < most:
             raise ConfigError(
-                f"--node-rank must be in 0..{self.nnodes - 1} with --nnodes {self.nnodes}; "
+                f"--node-rank must be in 0..{most - 1} with --nnodes {self.nnodes}; "
                 f"got {self.node_rank}"
             )
-        if self.nnodes > 1 and not self.master_addr:
+        if most > 1 and not self.master_addr:
             raise ConfigError("--nnodes above 1 needs --master-addr: how others reach node 0")
-        if self.nnodes > 1 and self.max_restarts:
+        if least < most and (self.on_loss != "shrink" or not environ.get(TOKEN)):
+            raise ConfigError(
+                f"--nnodes {self.nnodes} needs --on-loss shrink, and GRADSYNC_TOKEN, the same on "
+                "all nodes"
+            )
+        if most > 1 and self.max_restarts:
             raise ConfigError("--max-restarts works on one node; start again by hand on several")
         if self.rejoin < 0 or (self.rejoin and self.on_loss != "shrink"):
             raise ConfigError(f"--rejoin {self.rejoin}: at least 0, and with --on-loss shrink")
+
+    def num_nodes(self) -> tuple[int, int]:
+        """How many begin, and how many there may be."""
+        least, _, most = self.nnodes.partition(":")
+        numbers = whole_number(least) or 0, whole_number(most or least) or 0
+        if not 1 <= numbers[0] <= numbers[1] <= MOST_NODES:
+            raise ConfigError(f"--nnodes {self.nnodes}: a number of nodes, or MIN:MAX")
+        return numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +159,8 @@ def run(argv: list[str]) -> int:
     """
     own, words = split(argv)
     options, program = parse(LaunchOptions, own, "launch"), parse_program(words)
-    several = options.nnodes > 1
+    least, most = options.num_nodes()
+    several = most > 1
     if several and options.node_rank is None and not options.master_addr:
         from gradsync.runtime.network import own_address
 
@@ -166,7 +183,7 @@ def run(argv: list[str]) -> int:
                 file=sys.stderr,
             )
     here = Nodes(
-        count=options.nnodes,
+        count=least,
         rank=options.node_rank or 0,
         address=options.master_addr,
         port=options.master_port,
@@ -215,19 +232,22 @@ def node_lines(options: LaunchOptions, program: Program) -> list[str]:
     """For each node its ranks, as a comment, and the command to type there, quoted for a shell."""
     each, lines = options.nproc_per_node, []
     words = program.words[2:] if program.command else program.argv("python")
-    for node in range(options.nnodes) if options.node_rank is None else [options.node_rank]:
+    least, most = options.num_nodes()
+    for node in range(most) if options.node_rank is None else [options.node_rank]:
         where, command = "this host", ["gradsync", "launch", "--nproc-per-node", str(each)]
-        if options.nnodes > 1:
+        if most > 1:
             address, port = options.master_addr, str(options.master_port)
             reached = f", which the others reach at {address}:{port}" if node == 0 else ""
             where = f"node {node}{reached}"
-            command += ["--nnodes", str(options.nnodes), "--node-rank", str(node)]
+            command += ["--nnodes", options.nnodes, "--node-rank", str(node)]
             command += ["--master-addr", address, "--master-port", port]
         if options.on_loss != "end":
             command += ["--on-loss", options.on_loss, "--rejoin", str(options.rejoin)]
         if options.log_dir:
             command += ["--log-dir", str(options.log_dir)]
-        ranks = f"ranks {node * each} to {node * each + each - 1} of {options.nnodes * each}"
+        ranks = f"ranks {node * each} to {node * each + each - 1} of {least * each}"
+        if node >= least:
+            ranks = f"{counted(each, 'rank')} that may join at a checkpoint"
         lines += [f"# {where}: {ranks}", shlex.join([*command, "--", *words])]
     return lines
 

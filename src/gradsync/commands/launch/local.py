@@ -49,6 +49,7 @@ from gradsync.core.torch_private import (
 )
 from gradsync.errors import ConfigError, LatePeerError
 from gradsync.runtime import environ
+from gradsync.runtime.network import interface_towards
 from gradsync.runtime.peers import process_state
 from gradsync.runtime.rejoin import REJOIN
 from gradsync.runtime.signals import LAUNCHED
@@ -158,6 +159,9 @@ def launch_ranks(
     variables = {_TORCH_SIGNALS: "", "KINETO_LOG_LEVEL": level}
     if nodes is None:  # otherwise the user must set the same token on all nodes
         variables[TOKEN] = secrets.token_hex(32)
+    elif nodes.count == 1:  # ranks of one host would use its loopback
+        own = environ.get("GLOO_SOCKET_IFNAME") or interface_towards(nodes.address)
+        variables["GLOO_SOCKET_IFNAME"] = own
     if not environ.get("LOGLEVEL"):  # ranks report their errors
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     with ExitStack() as stack:
@@ -321,9 +325,18 @@ class LocalAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failures, self.killed, self._lost, self._again = [], {}, set(), {}
-        self._meeting.begin()
+        workers = worker_group.workers
+        if late := self._meeting.begin(workers[0].world_size, len(workers)):
+            host, first = late
+            worker_group.group_rank, worker_group.group_world_size = host, host + 1
+            for number, worker in enumerate(workers):
+                worker.global_rank, worker.world_size = first + number, first + len(workers)
+                self._again[number] = "1"
+            ranks = ", ".join(str(worker.global_rank) for worker in workers)
+            _say(f"gradsync: the run has begun: rank(s) {ranks} join it at its next checkpoint")
         self._close_streams()
-        return super()._start_workers(worker_group)
+        with environ.exported({REJOIN: "1"} if late else {}):
+            return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self._codes_that_count()
@@ -382,6 +395,8 @@ class LocalAgent(LocalElasticAgent):
                 ]
         elif None in codes and self._meeting.is_left_out():  # ranks that a signal has stopped
             self._send(signal.SIGKILL)
+        if self._meeting.stop_asked and not self.received:
+            self.on_signal(signal.SIGTERM, None)
         for number in sorted(lost):
             code, rank = codes[number] or 0, self._rank(number)
             why = obituary(rank, -code) if code < 0 else f"rank {rank} failed before it joined"
@@ -436,7 +451,8 @@ class LocalAgent(LocalElasticAgent):
             self._send(self._pending.pop(0))
         self._send(signal.SIGCONT)  # a stopped rank cannot act on a signal
         if self._alone_since_s is not None:
-            _say("gradsync: no rank is left on this host: stop the others, which go on, on theirs")
+            _say("gradsync: no rank is left on this host: the other hosts' launchers stop theirs")
+            self._meeting.ask_others_to_stop()
         deadline = time.monotonic() + GRACE_S
         while None in (codes := self._codes_that_count()) and time.monotonic() < deadline:
             if LatePeerError.exit_code in codes:  # they have given up waiting for the rest

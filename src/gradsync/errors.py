@@ -81,10 +81,10 @@ class PeerError(RunError):
 
     Args:
         message: one line naming the rank.
-        rank: the rank that failed first.
+        rank: the rank that failed first; -1 if ranks vanished without a word.
         traceback_text: that rank's traceback, as text; "" if its one line suffices.
         exit_code: that rank's exit code.
-        host: that rank's host, which shows the error itself; "" if none does.
+        host: that rank's host, or those of vanished ranks, with commas; "" if unknown.
     """
 
     def __init__(

@@ -139,6 +139,30 @@ def jobs(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Submitter]:
     submitter.wait_for(lambda: not slurm.command(["squeue", "--noheader"]).stdout)
 
 
+LOSES_ITS_HOST = """
+import json, os, sys
+from pathlib import Path
+
+run, here = Path(sys.argv[1]), os.environ["SLURMD_NODENAME"]
+turn = os.environ.get("SLURM_RESTART_COUNT")
+run.mkdir(exist_ok=True)
+(run / f"turn-{turn or 0}").write_text(here)
+lost = {} if turn else {"lost_hosts": f"{here}.cluster"}
+(run / "exit.json").write_text(json.dumps({"exit_code": 0 if turn else 1, **lost}))
+"""
+
+
+def test_a_lost_host_is_left_out(jobs: Submitter, tmp_path: Path) -> None:
+    (tmp_path / "loses.py").write_text(LOSES_ITS_HOST)
+    run = tmp_path / "run"
+    job = jobs.submit("--run-dir", str(run), "--", "loses.py", str(run))
+    jobs.wait_for(lambda: "another turn" in jobs.log())
+    jobs.start_now(job)
+    jobs.await_state(job, "COMPLETED")
+    assert (run / "turn-0").read_text() != (run / "turn-1").read_text(), jobs.log()
+    assert f"without {(run / 'turn-0').read_text()}" in jobs.log()
+
+
 @pytest.mark.slow
 def test_preempted_and_requeued_with_the_bits_of_one_turn(jobs: Submitter, tmp_path: Path) -> None:
     data = make_data(tmp_path / "data")

@@ -25,7 +25,7 @@ class Failure:
     """The first failure of a run, recorded by the failing rank or by one that found it dead."""
 
     rank: int  # -1: recorded by another rank
-    host: str
+    host: str  # its host; with rank -1 the hosts of those found dead
     summary: str
     traceback_text: str
     """Empty for errors that gradsync raises on purpose: their one line suffices."""
@@ -41,8 +41,8 @@ class Failure:
             message = f"rank {rank} on {one_line(self.host)} failed first: {message}"
         if trace:
             message += f"\n--- traceback of rank {rank} ---\n{trace.rstrip()}"
-        code, host = self.exit_code, self.host if rank >= 0 else ""
-        return PeerError(message, rank=rank, traceback_text=trace, exit_code=code, host=host)
+        code = self.exit_code
+        return PeerError(message, rank=rank, traceback_text=trace, exit_code=code, host=self.host)
 
 
 def read_failure(record: bytes) -> Failure:

@@ -196,6 +196,11 @@ class Peers:
             f"vanished without a word ({words}); rank {self.rank} stops too"
         )
 
+    def hosts_of(self, ranks: Sequence[int]) -> str:
+        """Their hosts, with commas."""
+        hosts = [self.processes[rank].host for rank in ranks if rank in self.processes]
+        return ",".join(dict.fromkeys(hosts))
+
     def obituary(self, silent: Sequence[int]) -> str:
         """A line about ranks that are silent."""
         alive = {rank: process_state(pid) for rank, pid in self.pids.items() if rank in silent}

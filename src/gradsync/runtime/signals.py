@@ -153,7 +153,8 @@ def end_program_as_said(*, leave_out_interrupts: bool, rank: int = 0) -> Callabl
         code = getattr(error, "exit_code", 0)
         if leave_out_interrupts and (kind is KeyboardInterrupt or code == INTERRUPTED):
             return
-        echo = isinstance(error, PeerError) and error.host == socket.gethostname()
+        here = socket.gethostname()
+        echo = isinstance(error, PeerError) and (error.rank >= 0, error.host) == (True, here)
         if echo:
             _say(f"gradsync: error: [rank {rank}] {printable(str(error).partition(chr(10))[0])}\n")
         if echo or hasattr(error, SAID_BY_ANOTHER):

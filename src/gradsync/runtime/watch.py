@@ -187,10 +187,12 @@ class FailureWatch:
                 lives = not self.peers.ended() and all(r in self.peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and is_late(trouble) else 1
                 # Ranks without a connection to the silent ones would only see us leave.
-                record = record_of(Failure(-1, "", said, "", code, stuck=True))
+                hosts = self.peers.hosts_of(silent)
+                record = record_of(Failure(-1, hosts, said, "", code, stuck=True))
                 self._store.claim("failure", record)
                 self.peers.settle(len(silent), time.monotonic() + _SILENT_S)
-                return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
+                found = PeerError(f"{said}; {seen}", exit_code=code, host=hosts)
+                return _because(found, error)
             kept = self._keep_stacks(error)
             cause = self._explain(trouble, kept)
             failure = self._publish(error, cause, stuck=True)
@@ -308,7 +310,8 @@ class FailureWatch:
                     return ""
             if lost := self.peers.dead() or (beat % _BEATS_A_LOOK == 0 and self.peers.cut_off()):
                 said = self.peers.obituary(lost)
-                self._store.claim("failure", record_of(Failure(-1, "", said, "", stuck=True)))
+                hosts = self.peers.hosts_of(lost)
+                self._store.claim("failure", record_of(Failure(-1, hosts, said, "", stuck=True)))
                 self._read()  # tells the others that this rank knows; its heartbeat has stopped
                 return said + self._keep_stacks()
         except self._store_gone as gone:

@@ -23,6 +23,8 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     talk: dict[str, list[str]] = {"state": [" JobState=RUNNING "], "refusal": [], "requeued": []}
 
     def answer(*argv: str) -> str:
+        if argv[1] == "update":
+            talk["updated"] = [*argv[2:]]
         if argv[1] == "requeue":
             talk["requeued"].append(argv[2])
             if talk["refusal"]:
@@ -60,6 +62,20 @@ def test_turns_end_when_nothing_comes_of_them(
     assert said in capsys.readouterr().err
     assert json.loads(history.read_text()) == after
     assert slurm["requeued"] == ([] if said.startswith(GIVEN_UP) else ["7"])
+
+
+def test_lost_hosts_are_left_out(slurm, monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(requeue, "signal", lambda *_: None)
+    slurm["state"] = [" JobState=RUNNING ExcNodeList=z[1-3] "]
+    history = tmp_path / "turns.json"
+    argv = ["--status=1", "--seconds=9", f"--history={history}", f"--run-dir={tmp_path}"]
+    for hosts, left_out in (("b.cluster,c", "b,c"), ("a", "a,b,c"), ("d", "")):
+        (tmp_path / "exit.json").write_text(json.dumps({"exit_code": 1, "lost_hosts": hosts}))
+        slurm["updated"] = []
+        assert requeue.main(argv) == 1
+        said, wanted = capsys.readouterr().err, ["JobId=7", f"ExcNodeList=z[1-3],{left_out}"]
+        assert slurm["updated"] == (wanted if left_out else []), said
+        assert (GIVEN_UP in said) == (not left_out)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 124, 137])

@@ -281,7 +281,8 @@ def test_an_incident_says_where_and_what_to_do(tmp_path: Path) -> None:
     trace = 'File "torch/nn.py", line 3, in call\n  File "model.py", line 12, in forward\n'
     said = [
         PeerError("rank 1 failed", rank=1, host="b", traceback_text=trace),
-        PeerError("rank 1 vanished", rank=1, host="b"),
+        PeerError("rank 1 vanished", host="b"),
+        PeerError("rank 1 failed: no such file", rank=1, host="b"),
         DivergenceError("loss is nan at step 7"),
         LatePeerError("rank 2 is late"),
     ]
@@ -292,12 +293,15 @@ def test_an_incident_says_where_and_what_to_do(tmp_path: Path) -> None:
     except ValueError as error:
         note_failure(config, error)
     lines = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
-    assert [(x["kind"], x["rank"], x["host"]) for x in lines[:2]] == [("PeerError", 1, "b")] * 2
-    peer, lost, nan, late, own = lines
+    assert [(x["kind"], x["rank"], x["host"]) for x in lines[:2]] == [
+        ("PeerError", 1, "b"),
+        ("PeerError", -1, "b"),
+    ]
+    peer, lost, its, nan, late, own = lines
     assert peer["where"] == "model.py:12"
     assert own["where"].startswith(__file__)
-    assert [x["where"] for x in (lost, nan, late)] == [None] * 3
-    for line, word in ((peer, "code"), (lost, "host"), (nan, "sample"), (late, "stacks")):
+    assert [x["where"] for x in (lost, its, nan, late)] == [None] * 4
+    for line, word in ((peer, "code"), (lost, "host"), (its, "said"), (nan, "sample"), (late, "stacks")):
         assert word in line["advice"]
 
 

@@ -5,7 +5,7 @@
 
 The last line of every job script. Exit code 75 in the run's `exit.json` means: stopped, checkpoint
 written, start again (torchrun and mpirun change exit codes, the file does not). It then asks Slurm
-to requeue the job, unless
+to requeue the job; so it does after ranks vanished, and leaves their hosts out. Not if
 
 - the last turns made no progress: stopping and starting endlessly would only cost;
 - the job is no longer RUNNING: it was cancelled, and Slurm would revive even a cancelled job.
@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from signal import Signals
+from signal import SIG_IGN, Signals, signal
 
 from gradsync.core.files import json_text, read_object, write_text
 from gradsync.errors import GradsyncError, LaunchError, RunError
@@ -83,9 +83,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--run-dir", type=Path)
     options = parser.parse_args(argv)
     code, steps = read_turn(options.run_dir, options.status)
-    if code == STOPPED:
+    lost = [] if options.run_dir is None else _lost_hosts(options.run_dir)
+    if code == STOPPED or lost:
         try:
-            said = _requeue(options.history, steps, options.seconds)
+            said = _requeue(options.history, steps, options.seconds, lost)
         except OSError as error:  # uncounted turns could repeat endlessly
             said = f"not requeued: cannot write {options.history} ({error.strerror})"
         except GradsyncError as error:
@@ -98,10 +99,18 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _requeue(history: Path, steps: int | None, seconds: float) -> str:
-    """Count the turn and ask Slurm for another one; returns why it was not asked, or "".
+def _lost_hosts(run_dir: Path) -> list[str]:
+    """Slurm's names of the hosts whose ranks vanished, and ended the run."""
+    hosts = str(read_object(run_dir / "exit.json").get("lost_hosts") or "").split(",")
+    return [host.partition(".")[0] for host in hosts if host]
 
-    `history` holds the steps after the last turn, and how many turns in a row brought none.
+
+def _requeue(history: Path, steps: int | None, seconds: float, lost: list[str]) -> str:
+    """Count the turn and ask Slurm for another one without the `lost` hosts; returns why it was not
+    asked, or "".
+
+    `history` holds the steps after the last turn, how many turns in a row brought none, and the
+    lost hosts.
     """
     before = read_object(history)
     reached = before.get("steps", 0)
@@ -113,7 +122,8 @@ def _requeue(history: Path, steps: int | None, seconds: float) -> str:
     given_up = fruitless >= _FRUITLESS_TURNS
     # Requeued by hand, the job has its turns again.
     after = {"steps": max(reached, steps or 0), "fruitless": 0 if given_up else fruitless}
-    write_text(history, json_text(after))
+    out = sorted({*before.get("left_out", []), *lost})
+    write_text(history, json_text(after | ({"left_out": out} if out else {})))
     if given_up:
         return (
             f"not requeued: {fruitless} turn(s) in a row {what}. Is --time too short for start-up "
@@ -123,14 +133,23 @@ def _requeue(history: Path, steps: int | None, seconds: float) -> str:
     # tasks again, so tasks use their number.
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
-    found = re.search(r"\sJobState=(\S+)", ask("scontrol", "--oneliner", "show", "job", job))
+    shown = ask("scontrol", "--oneliner", "show", "job", job)
+    found = re.search(r"\sJobState=(\S+)", shown)
     state = found[1] if found else "gone"
     if state != "RUNNING":
         return f"not requeued: job {job} is being ended from outside ({state})"
     at = "" if steps is None else f" after step {steps}"
-    line = f"gradsync: stopped{at} with a checkpoint; asking Slurm for another turn of job {job}"
+    what, without = f"stopped{at} with a checkpoint", ""
+    if lost:
+        what, without = f"lost {', '.join(lost)}", f" without {', '.join(out)}"
+        signal(Signals.SIGTERM, SIG_IGN)  # Slurm excludes hosts of pending jobs only
+    line = f"gradsync: {what}; asking Slurm for another turn of job {job}{without}"
     print(line, file=sys.stderr, flush=True)  # Slurm may end this process at once
     ask("scontrol", "requeue", job)
+    if lost:
+        own = re.search(r"\sExcNodeList=([^\s(]+)", shown)  # "(null)" for none
+        excluded = ",".join([*([own[1]] if own else []), *out])
+        ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={excluded}")
     return ""
 
 

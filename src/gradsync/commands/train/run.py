@@ -326,7 +326,6 @@ _ADVICE = {
     DivergenceError: "look at the samples of that step; go on from an older checkpoint",
     DriftError: "leave that rank's host out if it happens again",
     LatePeerError: "read the ranks' stacks, in the folder that the error names",
-    PeerError: "start again; leave that host out if it happens again",
     LostPeerError: "start again; leave that host out if it happens again",
     CheckpointError: "go on from an older checkpoint",
     UsageError: "change the request",
@@ -352,14 +351,16 @@ def note_failure(config: TrainConfig, error: Exception) -> None:
     with suppress(RunError), closing(run_dir):
         run_dir.hold()
         ended = {"exit_code": code, "reason": "failed", "error": str(error)}
-        run_dir.write_json("exit.json", ended)
         rank, host = (getattr(error, name, None) for name in ("rank", "host"))
+        vanished = rank == -1 and host
+        run_dir.write_json("exit.json", ended | ({"lost_hosts": host} if vanished else {}))
         # Of gradsync's own errors the message is enough: their place is ours.
         own = "" if isinstance(error, GradsyncError) else "".join(traceback.format_exception(error))
         places = re.findall(r'File "(.+)", line (\d+)', getattr(error, "traceback_text", own))
         named = {"kind": type(error).__name__, "rank": rank, "host": host}
         named["where"] = ":".join(places[-1]) if places else None
         fix = "fix the code at that line" if places else "see what was said"
+        fix = _ADVICE[LostPeerError] if vanished else fix
         advice = next((words for kind, words in _ADVICE.items() if isinstance(error, kind)), fix)
         said = {"said": str(error), "advice": fix if places else advice}
         run_dir.log_incident({"time": time.time(), **named, **said})

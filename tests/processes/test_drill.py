@@ -101,6 +101,19 @@ def test_a_loss_is_written_down(tmp_path: Path) -> None:
     assert 0 < told["seconds"] < 30
 
 
+def test_a_lost_host_is_written_down(tmp_path: Path) -> None:
+    """For the job script, which has the next turn without it."""
+    flags = [*TINY, f"--out={tmp_path}/run"]
+    work = {"flags": flags, "fault": asdict(FaultPlan(kind="kill", rank=1, step=3, phase="reduce"))}
+    (tmp_path / "work.json").write_text(json.dumps(work))
+    words = ["launch", "--nproc-per-node", 2, "--", "-m", "gradsync"]
+    worker = ["drill", "--worker", tmp_path / "work.json"]
+    (done,) = run_forked(["-m", "gradsync", *words, *worker], [WITH_RANKS])
+    ended = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert (done.returncode, ended["exit_code"]) == (1, 1)
+    assert ended["lost_hosts"] == socket.gethostname()
+
+
 def test_the_command(undisturbed: str) -> None:
     """A whole drill: its own ranks, a signal to one of them, and the way on."""
     words = ["drill", "--fault=sigterm", "--step=3", "--json", f"--expect={undisturbed}", "--"]

@@ -157,7 +157,8 @@ def main() -> None:
     out, name = Path(folder), os.environ.get("RANK", "0")
     diary = Diary(out, name)
     killer = Killer(out, name, kills, diary)
-    with gs.init(seed=0, threads=1, on_loss=on_loss, silence_s=1.0, catch_stop=True) as world:
+    more = {"silence_s": float(os.environ.get("SILENCE_S", "1")), "catch_stop": True}
+    with gs.init(seed=0, threads=1, on_loss=on_loss, **more) as world:
         parts = build(int(width), int(total), world)
         sync = gs.replicate(parts["model"], world)
         stop = train(sync, parts, out, killer, diary)

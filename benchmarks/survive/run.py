@@ -6,7 +6,8 @@
 
 `kills`: half of the runs go on live (`--on-loss shrink`), half start again from their checkpoint
 (`--max-restarts`). Ranks are forked from a process that has torch loaded; a fresh interpreter takes
-about 2 s of a core more. `walk` and `goodput` start real ones.
+about 2 s of a core more. `walk` and `goodput` start real ones; `goodput` on two hosts, which are
+network namespaces (root), with a cable that is cut, too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
 from gradsync.commands.bench.experiment import environment, write_record  # noqa: E402
+from support import on_host  # noqa: E402
 from support.fork_server import WITH_RANKS, Forked, clean_environment  # noqa: E402
+from support.namespaces import Host, two_hosts  # noqa: E402
 
 PROGRAM = str(HERE / "program.py")
 PHASES = ("data", "forward", "reduce", "commit", "update", "save")
@@ -56,7 +59,7 @@ def main() -> None:
         found, rows = walk(options.events, ranks=8), []
     else:
         found, rows = goodput(options.minutes * 60, options.every, ranks=options.ranks), []
-    print(json.dumps(found, indent=2))
+    print(json.dumps(found, indent=2), flush=True)
     if options.out:
         write_record(
             options.out,
@@ -194,18 +197,43 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class LongRun:
-    """A run under the real launcher, with ranks started again, in a folder of its own."""
+    """A run under the real launcher, with ranks started again, in a folder of its own.
 
-    def __init__(self, ranks: int, *, steps: int, width: int) -> None:
+    Args:
+        ranks: on each host.
+        hosts: namespaces; none for this host.
+    """
+
+    def __init__(
+        self, ranks: int, *, steps: int, width: int, hosts: Sequence[Host] = (), silence_s: float = 1
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="survive-")
         self.path = Path(self._folder.name)
-        launch = ["gradsync", "launch", "--nproc-per-node", str(ranks), "--on-loss", "shrink"]
-        words = [*launch, "--rejoin", "1000", "--", PROGRAM, self.path, steps, "shrink", 10**6]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *map(str, (*words, width, steps))],
-            stdout=subprocess.DEVNULL,
-            stderr=(self.path / "said").open("w"),
+        self._said = (self.path / "said").open("a")
+        launch = ["--nproc-per-node", ranks, "--on-loss", "shrink", "--rejoin", 1000]
+        program = ["--", PROGRAM, self.path, steps, "shrink", 10**6, width, steps]
+        start = ["-m", "gradsync", "launch"]
+        if hosts:
+            names = ",".join(host.namespace for host in hosts)
+            start = [on_host.__file__, names, hosts[0].address]
+        self._argv = [sys.executable, *map(str, (*start, *launch, *program))]
+        self._silence_s = silence_s
+        self.launchers = [self._launch(number) for number in range(max(len(hosts), 1))]
+        self.launched = len(self.launchers)
+
+    def _launch(self, host: int) -> subprocess.Popen[bytes]:
+        paths = os.pathsep.join([str(HERE.parents[1] / "tests"), os.environ.get("PYTHONPATH", "")])
+        more = {"TEST_HOST": str(host), "SILENCE_S": str(self._silence_s), "PYTHONPATH": paths}
+        return subprocess.Popen(
+            self._argv, stdout=subprocess.DEVNULL, stderr=self._said, env={**os.environ, **more}
         )
+
+    def bring_back(self) -> None:
+        """Start the launcher of every host again that has ended, but for the first one's."""
+        for number, launcher in enumerate(self.launchers):
+            if number and launcher.poll() is not None:
+                self.launchers[number] = self._launch(number)
+                self.launched += 1
 
     def processes(self) -> dict[str, int]:
         """Ids of the ranks that train, by name."""
@@ -224,9 +252,10 @@ class LongRun:
 
     def stop(self) -> tuple[list[dict[str, Any]], int]:
         """Ask it to stop; its lines and exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(60)
-        return diaries(self.path), code
+        for launcher in self.launchers:
+            launcher.send_signal(signal.SIGTERM)
+        codes = [launcher.wait(90) for launcher in self.launchers]
+        return diaries(self.path), max(codes, key=lambda code: code != 75)
 
 
 def _state(pid: int) -> str:
@@ -241,7 +270,7 @@ def wait_for(run: LongRun, ranks: int, limit_s: float = 60) -> None:
     """Until so many ranks train."""
     until = time.monotonic() + limit_s
     while len(run.processes()) < ranks:
-        if time.monotonic() > until or run.process.poll() is not None:
+        if time.monotonic() > until or run.launchers[0].poll() is not None:
             raise SystemExit(
                 f"{run.processes()} after {limit_s} s: {(run.path / 'said').read_text()}"
             )
@@ -249,11 +278,12 @@ def wait_for(run: LongRun, ranks: int, limit_s: float = 60) -> None:
 
 
 def same_end(lines: list[dict[str, Any]], *, steps: int, width: int) -> bool:
-    """Whether a run that stopped early ended with the bits of one rank alone."""
+    """Whether a run that stopped early ended with the bits of two undisturbed ranks."""
     ends = end_of(lines)
     ((done, sha256),) = ends
     with tempfile.TemporaryDirectory(prefix="survive-") as name:
-        words = [PROGRAM, name, steps, "shrink", 10**6, width, done]
+        launch = ["-m", "gradsync", "launch", "--nproc-per-node", 2, "--"]
+        words = [*launch, PROGRAM, name, steps, "end", 10**6, width, done]
         subprocess.run([sys.executable, *map(str, words)], check=True, stdout=subprocess.DEVNULL)
         return end_of(diaries(Path(name))) == {(done, sha256)}
 
@@ -289,42 +319,58 @@ def walk(events: int, *, ranks: int) -> dict[str, Any]:
 
 
 def goodput(seconds: float, every_s: float, *, ranks: int) -> dict[str, Any]:
-    """Steps in a run with a fault every `every_s`, in turn SIGKILL and SIGSTOP, over those in one
-    without, which runs for a fifth of the time before and after."""
-    draw, steps, width = random.Random(0), 200_000, 1536
-    quiet = [_rate(ranks, steps, width, seconds / 5)]
-    run = LongRun(ranks, steps=steps, width=width)
-    wait_for(run, ranks)
-    began, first, faults = time.monotonic(), run.steps(), []
-    while time.monotonic() - began < seconds:
-        time.sleep(max(0.0, every_s * (len(faults) + 0.5) - (time.monotonic() - began)))
-        here = run.processes()
-        if not here:
-            raise SystemExit(
-                f"nobody trains: {run.process.poll()} {(run.path / 'said').read_text()}"
-            )
-        name = draw.choice(sorted(here))
-        number = (signal.SIGKILL, signal.SIGSTOP)[len(faults) % 2]
-        os.kill(here[name], number)
-        faults.append(number.name)
-        left_s = seconds - (time.monotonic() - began)
-        time.sleep(max(0.0, min(every_s / 2, left_s)))
-    took_s, done = time.monotonic() - began, run.steps() - first
-    lines, code = run.stop()
-    quiet.append(_rate(ranks, steps, width, seconds / 5))
+    """Steps in a run on two hosts with a fault every `every_s`, in turn SIGKILL, SIGSTOP and a cut
+    cable, over those in one without, which runs for a tenth of the time before and after.
+
+    The cable is cut for 1 to 8 s. The second host's launcher is started again when it has ended.
+    """
+    draw, width, faults = random.Random(0), 1536, []
+    with two_hosts() as hosts:
+        given: dict[str, Any] = {"steps": 200_000, "width": width, "hosts": hosts, "silence_s": 2}
+        quiet = [_rate(ranks, seconds / 10, given)]
+        run = LongRun(ranks // 2, **given)
+        wait_for(run, ranks)
+        began, first = time.monotonic(), run.steps()
+        while (now_s := time.monotonic() - began) < seconds:
+            run.bring_back()
+            if now_s >= every_s * (len(faults) + 0.5):
+                here = run.processes()
+                if not here or run.launchers[0].poll() is not None:
+                    raise SystemExit(f"nobody trains: {(run.path / 'said').read_text()}")
+                kind = ("SIGKILL", "SIGSTOP", "cable")[len(faults) % 3]
+                if kind == "cable":
+                    cut(hosts[1], draw.uniform(1, 8))
+                else:
+                    os.kill(here[draw.choice(sorted(here))], signal.Signals[kind])
+                faults.append({"kind": kind, "at": round(now_s, 1), "ranks": len(here)})
+            time.sleep(0.1)
+        took_s, done = time.monotonic() - began, run.steps() - first
+        lines, code = run.stop()
+        quiet.append(_rate(ranks, seconds / 10, given))
+    kinds = [fault["kind"] for fault in faults]
     return {
         "minutes": round(took_s / 60, 1),
-        "faults": {name: faults.count(name) for name in sorted(set(faults))},
+        "faults": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        "second_host_started": run.launched - 1,
+        "ranks_at_each_fault": [fault["ranks"] for fault in faults],
         "steps_per_s": round(done / took_s, 3),
         "steps_per_s_undisturbed": [round(rate, 3) for rate in quiet],
         "goodput": round(done / took_s / statistics.mean(quiet), 4),
         "exit_code": code,
-        "same_bits": same_end(lines, steps=steps, width=width),
+        "same_bits": same_end(lines, steps=given["steps"], width=width),
     }
 
 
-def _rate(ranks: int, steps: int, width: int, seconds: float) -> float:
-    run = LongRun(ranks, steps=steps, width=width)
+def cut(host: Host, seconds: float) -> None:
+    """Unplug its cable for so long."""
+    for number, state in enumerate(("down", "up")):
+        words = ["ip", "-netns", host.namespace, "link", "set", host.interface, state]
+        subprocess.run(words, check=True)
+        time.sleep(seconds * (number == 0))
+
+
+def _rate(ranks: int, seconds: float, given: dict[str, Any]) -> float:
+    run = LongRun(ranks // 2, **given)
     wait_for(run, ranks)
     began, first = time.monotonic(), run.steps()
     time.sleep(seconds)

@@ -106,7 +106,7 @@ class Held(OneRank):
 
     def __init__(self) -> None:
         super().__init__(0, 2, 1)
-        self.both = threading.Event()
+        self.one, self.both = threading.Event(), threading.Event()
         self.posted: list[tuple[int, range]] = []
         """Channels, and addresses that are received into."""
 
@@ -116,6 +116,7 @@ class Held(OneRank):
             room = receives[0][0]
             here = range(room.data_ptr(), room.data_ptr() + room.nbytes)
             self.posted.append((channel, here))
+            self.one.set()
             if len(self.posted) == 2:
                 self.both.set()
             assert self.both.wait(20), "the second bucket waits for the first one"
@@ -129,8 +130,10 @@ def test_two_buckets_are_on_their_way_at_once_and_never_meet() -> None:
     sums.begin_micro_batch(0)
     exchange.begin(sums)
     buckets = [Bucket(plan, [nn.Parameter(torch.zeros(numel))], number=n) for n in range(2)]
-    for work in [exchange.launch(bucket, half=True) for bucket in buckets]:
-        work.wait()
+    work = exchange.launch(buckets[0], half=True)
+    assert comm.one.wait(20)
+    exchange.launch(buckets[1], half=True).wait()
+    work.wait()
     (first, room), (second, other) = comm.posted
     assert first != second, "messages of one channel are matched by their order"
     assert room.stop <= other.start or other.stop <= room.start

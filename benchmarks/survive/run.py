@@ -205,7 +205,13 @@ class LongRun:
     """
 
     def __init__(
-        self, ranks: int, *, steps: int, width: int, hosts: Sequence[Host] = (), silence_s: float = 1
+        self,
+        ranks: int,
+        *,
+        steps: int,
+        width: int,
+        hosts: Sequence[Host] = (),
+        silence_s: float = 1,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="survive-")
         self.path = Path(self._folder.name)

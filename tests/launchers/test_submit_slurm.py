@@ -160,7 +160,7 @@ def test_a_lost_host_is_left_out(jobs: Submitter, tmp_path: Path) -> None:
     jobs.start_now(job)
     jobs.await_state(job, "COMPLETED")
     assert (run / "turn-0").read_text() != (run / "turn-1").read_text(), jobs.log()
-    assert f"without {(run / 'turn-0').read_text()}" in jobs.log()
+    assert f"lost {(run / 'turn-0').read_text()}" in jobs.log()
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ numbers, with a + for each time that they were started again. It writes what it 
     survivor.py OUT STRATEGY[:own] [KILL …]        own: loss.backward(), optimizer.step()
 
 Among the kills: `wait:STEP`, before that step rank 0 waits for a rank that was started again;
-`until:SIZE`, before each step after the first one it waits for as many ranks; `saves`, after each step; `differs`, a rank that was started again has another learning rate.
+`until:SIZE`, before each step after the first one it waits for as many ranks; `saves`, after each
+step; `differs`, a rank that was started again has another learning rate.
 """
 
 from __future__ import annotations

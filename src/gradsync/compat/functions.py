@@ -7,6 +7,7 @@ import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from gradsync.errors import ConfigError, LaunchError
 from gradsync.runtime import environ
 from gradsync.runtime.device import choose_device
-from gradsync.runtime.machine import available_bytes, status_bytes
+from gradsync.runtime.machine import available_bytes
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.session import Session
 from gradsync.runtime.session_options import SessionOptions
@@ -167,7 +168,7 @@ def log_gpu_memory(label: str = "") -> None:
         )
     if not torch.cuda.is_available():
         lines = [
-            f"process: {status_bytes('VmRSS') / 1e9:.2f} GB resident, "
+            f"process: {psutil.Process().memory_info().rss / 1e9:.2f} GB resident, "
             f"{available_bytes() / 1e9:.2f} GB available on the host"
         ]
     for line in lines:

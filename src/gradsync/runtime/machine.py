@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-_CPU_INFO = Path("/proc/cpuinfo")
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MEMORY_FILES = {
@@ -34,16 +32,6 @@ _MEMORY_FILES = {
 """Files of a memory limit, by version: its usage, and the cache lines of memory.stat."""
 # Parameters of `mallopt`, from glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
-_STATUS = Path("/proc/self/status")
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    if _CPU_INFO.exists():
-        for line in _CPU_INFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def cgroup_cores(root: Path = _GROUPS) -> float | None:
@@ -171,13 +159,3 @@ def keep_freed_memory() -> bool:
     settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1))
     accepted = [process.mallopt(name, value) for name, value in settings]
     return all(accepted)
-
-
-def status_bytes(name: str) -> int:
-    """A size of this process by its name in proc(5)'s `status`, such as "VmRSS"; 0 if the system
-    does not report it."""
-    lines = _STATUS.read_text().splitlines() if _STATUS.exists() else ()
-    for line in lines:
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -19,7 +19,7 @@ from gradsync.runtime.peers import process_state
 from gradsync.runtime.store import Presence, SignedStore
 
 REJOIN = "GRADSYNC_REJOIN"
-"""Variable of a process that was started again, or on a host that comes later: how often, from 1."""
+"""Variable of a process that was started again, or that comes later: how often, from 1."""
 NAMED = "gradsync/named"
 """A key of the launchers: how many numbers they have given to ranks so far."""
 _OVER = "over"

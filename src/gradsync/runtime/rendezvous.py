@@ -121,8 +121,7 @@ class Meeting:
             self._client.set(key, value)
 
     def _num_named(self) -> int:
-        """How many numbers the launchers have given to ranks, or had a second ago: it is asked in
-        every step."""
+        """How many numbers the launchers have given to ranks, or had a second ago."""
         if (now_s := time.monotonic()) >= self._next_look_s:
             self._next_look_s = now_s + _LOOK_S
             self._named = max(self._named, self._client.add(NAMED, 0))

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from gradsync.commands.cli import train as train_command
 from gradsync.commands.cli.main import main
-from gradsync.commands.cli.train import settle
 from gradsync.commands.launch import local
 from gradsync.commands.launch.command import Program, check_program, parse_program, split
 from gradsync.commands.launch.local import LaunchOutcome
-from gradsync.commands.train.config_io import Places, take_places
 from gradsync.errors import ConfigError
-from gradsync.world import World
 
 
 @pytest.mark.parametrize(
@@ -130,7 +125,6 @@ STEP_OF_ONE = {
     [
         ["launch", "--nproc-per-node", "2", "--", "train", "tiny"],
         ["train", "tiny", "--device", "cpu", "--nproc-per-node", "2"],
-        ["train", "tiny", "--device", "cpu", "--gpus-per-node", "2"],
     ],
 )
 def test_a_step_of_one_task_may_start_ranks(
@@ -147,68 +141,6 @@ def test_a_step_of_one_task_may_start_ranks(
         monkeypatch.setenv(name, value)
     assert main(words) == 0
     assert started == [2]
-
-
-# -- train --ddp --gpus-per-node --nodes --------------------------------------------------------
-
-ALONE = World()
-
-
-@pytest.mark.parametrize(
-    ("argv", "places", "others"),
-    [
-        (["xl", "--steps", "3"], None, ["xl", "--steps", "3"]),
-        (["--ddp", "--gpus_per_node", "4", "xl"], (1, 4), ["xl"]),
-        (["--nodes=2", "--gpus-per-node=4"], (2, 4), []),
-    ],
-)
-def test_places(argv: list[str], places: tuple[int, int] | None, others: list[str]) -> None:
-    expected = None if places is None else Places(nodes=places[0], gpus_per_node=places[1])
-    assert take_places(argv) == (expected, others)
-
-
-@pytest.mark.parametrize(
-    "argv", [["--ddp"], ["--nodes", "2"], ["--gpus-per-node", "x"], ["--nodes"]]
-)
-def test_no_places(argv: list[str]) -> None:
-    with pytest.raises(ConfigError):
-        take_places(argv)
-
-
-def test_where_the_ranks_start() -> None:
-    one, two = Places(nodes=1, gpus_per_node=2), Places(nodes=2, gpus_per_node=2)
-    assert settle(one, ["xl"], ALONE, {}) == ["xl", "--nproc-per-node", "2"]
-    assert settle(two, ["--dry-run"], ALONE, {}) == ["--dry-run", "--nproc-per-node", "4"]
-    started = World(
-        rank=1,
-        world_size=4,
-        local_rank=1,
-        local_world_size=2,
-        node_rank=0,
-        num_nodes=2,
-        launcher="srun",
-    )
-    assert settle(two, ["xl"], started, {}) == ["xl"]
-    with pytest.raises(ConfigError, match=r"is 2 ranks, but srun has started 4 on 2 hosts"):
-        settle(one, ["xl"], started, {})
-    with pytest.raises(ConfigError, match=re.escape("--nodes 2 --gpus-per-node 2 --time 24:00:00")):
-        settle(two, ["xl"], ALONE, {})
-
-
-def test_an_allocation_becomes_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    became: list[Sequence[str]] = []
-
-    def execvp(file: str, argv: Sequence[str]) -> None:
-        became.append(argv)
-        raise SystemExit
-
-    monkeypatch.setattr(train_command.os, "execvp", execvp)
-    env = {"SLURM_JOB_ID": "7"}
-    two = Places(nodes=2, gpus_per_node=4)
-    with pytest.raises(SystemExit):
-        settle(two, ["xl", "--json"], ALONE, env)
-    assert became[0][:4] == ["srun", "--nodes=2", "--ntasks-per-node=4", "--ntasks=8"]
-    assert became[0][-5:] == ["-m", "gradsync", "train", "xl", "--json"]
 
 
 def test_a_program_may_come_with_a_module() -> None:

@@ -301,7 +301,8 @@ def test_an_incident_says_where_and_what_to_do(tmp_path: Path) -> None:
     assert peer["where"] == "model.py:12"
     assert own["where"].startswith(__file__)
     assert [x["where"] for x in (lost, its, nan, late)] == [None] * 4
-    for line, word in ((peer, "code"), (lost, "host"), (its, "said"), (nan, "sample"), (late, "stacks")):
+    words = ("code", "host", "said", "sample", "stacks")
+    for line, word in zip((peer, lost, its, nan, late), words, strict=True):
         assert word in line["advice"]
 
 

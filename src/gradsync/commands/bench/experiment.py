@@ -27,10 +27,11 @@ from rich.table import Table
 
 from gradsync.commands.arguments import flag_of, parse
 from gradsync.commands.launch.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
+from gradsync.commands.plan.measured import cpu_model
 from gradsync.commands.plan.report import console_of
 from gradsync.core.files import check_name, check_place, counted, json_text, write_result
 from gradsync.runtime import environ
-from gradsync.runtime.machine import cpu_model, total_bytes, usable_cores
+from gradsync.runtime.machine import total_bytes, usable_cores
 from gradsync.runtime.resolve import resolve
 
 if TYPE_CHECKING:

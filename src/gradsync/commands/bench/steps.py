@@ -29,7 +29,7 @@ from gradsync.commands.bench.meter import Wire, host_cost
 from gradsync.commands.bench.sync_plan import ALONE, CHECKED, BenchPlan, Contestant
 from gradsync.errors import RunError
 from gradsync.runtime import environ
-from gradsync.runtime.machine import keep_freed_memory, status_bytes
+from gradsync.runtime.machine import keep_freed_memory
 from gradsync.runtime.session import Session
 from gradsync.runtime.session_options import SessionOptions
 from gradsync.runtime.store import SignedStore, join_store, token_of
@@ -245,13 +245,24 @@ class PeakMemory:
         give_back()
         if _CLEAR.exists():
             _CLEAR.write_text("5")  # resets the kernel's peak resident size (proc(5))
-            self._before = status_bytes("VmRSS")
+            self._before = _status_bytes("VmRSS")
 
     def read(self) -> int | None:
         """Bytes above the size at the start; None if the system does not report it."""
         if self._on_cuda:
             return torch.cuda.max_memory_allocated() - self._before
-        return max(status_bytes("VmHWM") - self._before, 0) if self._before else None
+        return max(_status_bytes("VmHWM") - self._before, 0) if self._before else None
+
+
+def _status_bytes(name: str) -> int:
+    """A size of this process by its name in proc(5)'s `status`, such as "VmRSS"; 0 if the system
+    does not report it."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else ()
+    for line in lines:
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def give_back() -> None:

@@ -6,21 +6,17 @@ import contextlib
 import io
 import json
 import os
-import secrets
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from gradsync.commands.train.check import check_request, check_size
 from gradsync.commands.train.config import AUTO, TrainConfig
 from gradsync.commands.train.config_io import (
-    Places,
     config_text,
     given_fields,
     parse_config,
-    take_places,
     to_flags,
 )
 from gradsync.commands.train.elastic import Decision, decide, hardware_of, take_flag
@@ -33,7 +29,6 @@ from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import busy, host_cores
 from gradsync.runtime.resolve import resolve
-from gradsync.runtime.store import TOKEN
 from gradsync.sync.registry import find_strategy
 from gradsync.world import World
 
@@ -44,9 +39,7 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
     `fault` is injected into this rank of a drill.
     """
     world = resolve(environ.snapshot()).world
-    places, argv = take_places(complete_flags(argv))
-    if places is not None:
-        argv = settle(places, argv, world, environ.snapshot())
+    argv = complete_flags(argv)
     as_json, dry_run = "--json" in argv, "--dry-run" in argv
     flags = [flag for flag in argv if flag not in ("--json", "--dry-run")]
     elastic, flags = take_flag(flags)
@@ -87,37 +80,6 @@ def complete_flags(argv: list[str]) -> list[str]:
         alone.get(word, word) if after.startswith("-") else word
         for word, after in zip(argv, following, strict=True)
     ]
-
-
-def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str, str]) -> list[str]:
-    """The flags with which this process continues, as a rank of its launcher or to start the ranks
-    itself. In a Slurm allocation, for several nodes, it becomes srun with a task per rank instead.
-    """
-    nodes, gpus = places
-    if world.is_distributed or (nodes > 1 and world.launcher != "python"):
-        if (world.num_nodes, world.world_size) != (nodes, nodes * gpus):
-            raise ConfigError(
-                f"--nodes {nodes} --gpus-per-node {gpus} is {counted(nodes * gpus, 'rank')}, but "
-                f"{world.launcher} has started {world.world_size} on "
-                f"{counted(world.num_nodes, 'host')}; drop these flags, or correct "
-                f"{world.launcher}'s"
-            )
-        return list(flags)
-    if nodes == 1 or "--dry-run" in flags:
-        return [*flags, "--nproc-per-node", str(nodes * gpus)]
-    if not env.get("SLURM_JOB_ID"):
-        command = shlex.join(["train", *flags])
-        raise ConfigError(
-            f"{nodes} nodes need a scheduler, or a hand on each of them:\n"
-            f"  gradsync submit --nodes {nodes} --gpus-per-node {gpus} --time 24:00:00 -- "
-            f"{command}\n"
-            f"  gradsync launch --nnodes {nodes} --nproc-per-node {gpus} -- {command}"
-        )
-    srun = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={gpus}", f"--ntasks={nodes * gpus}"]
-    sys.stdout.flush()
-    with environ.exported({TOKEN: secrets.token_hex(32)}):
-        os.execvp("srun", [*srun, sys.executable, "-m", "gradsync", "train", *flags])
-    raise AssertionError("execvp does not return")
 
 
 def _for_this_machine(

@@ -204,9 +204,16 @@ class AgentRendezvous(RendezvousHandler):
     def _hosts(self, store: Any) -> range:
         return range(store.add(_NUMBERED, 0) if self._nodes else 1)
 
-    def _ask(self, question: Callable[[], _T], *, otherwise: _T) -> _T:
+    def _ask(
+        self,
+        question: Callable[[], _T],
+        *,
+        otherwise: _T,
+        limit_s: float | None = None,
+        over: Callable[[], bool] = lambda: False,
+    ) -> _T:
         """Its answer, or `otherwise` if node 0 has left or is silent: then the store waits for it
-        indefinitely."""
+        indefinitely; or once the wait is `over`."""
         answers: list[_T] = []
 
         def ask() -> None:
@@ -216,9 +223,11 @@ class AgentRendezvous(RendezvousHandler):
         if self._nodes is None:
             return question()
         if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=ask, name="gradsync-ask", daemon=True)
-            self._asking.start()
-            self._asking.join(_ANSWER_S)
+            self._asking = thread = threading.Thread(target=ask, name="gradsync-ask", daemon=True)
+            thread.start()
+            wait_until(
+                lambda: not thread.is_alive() or over(), time.monotonic() + (limit_s or _ANSWER_S)
+            )
         return answers[0] if answers else otherwise
 
     def _open(self, nodes: Nodes, deadline_s: float) -> Any:
@@ -266,19 +275,16 @@ class AgentRendezvous(RendezvousHandler):
         deadline_s = time.monotonic() + (_OTHERS_END_S if code == 0 else _TELL_S)
 
         def tell() -> None:
-            with suppress(RuntimeError):  # node 0 is unreachable
-                keys = [f"ended/{node}" for node in self._hosts(store)]
-                records.claim(keys[self._number], str(code))
-                if code in (0, STOPPED):
-                    here = [keys[node] for node in self._last_group(store)[0]]
-                    wait_until(lambda: bool(records.get_all(here)), deadline_s)
-                    brief_s = time.monotonic() + _TELL_S  # hosts without ranks left
-                    wait_until(lambda: bool(records.get_all(keys)), min(deadline_s, brief_s))
+            keys = [f"ended/{node}" for node in self._hosts(store)]
+            records.claim(keys[self._number], str(code))
+            if code in (0, STOPPED):
+                here = [keys[node] for node in self._last_group(store)[0]]
+                wait_until(lambda: bool(records.get_all(here)), deadline_s)
+                brief_s = time.monotonic() + _TELL_S  # hosts without ranks left
+                wait_until(lambda: bool(records.get_all(keys)), min(deadline_s, brief_s))
 
-        # The store waits indefinitely if node 0 is silent.
-        thread = threading.Thread(target=tell, name="gradsync-ended", daemon=True)
-        thread.start()
-        wait_until(lambda: not thread.is_alive() or (code == 0 and self.stopped()), deadline_s)
+        until = deadline_s - time.monotonic()
+        self._ask(tell, otherwise=None, limit_s=until, over=lambda: code == 0 and self.stopped())
 
     def shutdown(self) -> bool:
         """Drop the store, whose socket closes with it, and the agent, which also holds it."""

@@ -109,8 +109,7 @@ def _requeue(history: Path, steps: int | None, seconds: float, lost: list[str]) 
     """Count the turn and ask Slurm for another one without the `lost` hosts; returns why it was not
     asked, or "".
 
-    `history` holds the steps after the last turn, how many turns in a row brought none, and the
-    lost hosts.
+    `history` holds the steps after the last turn, and how many turns in a row brought none.
     """
     before = read_object(history)
     reached = before.get("steps", 0)
@@ -122,8 +121,7 @@ def _requeue(history: Path, steps: int | None, seconds: float, lost: list[str]) 
     given_up = fruitless >= _FRUITLESS_TURNS
     # Requeued by hand, the job has its turns again.
     after = {"steps": max(reached, steps or 0), "fruitless": 0 if given_up else fruitless}
-    out = sorted({*before.get("left_out", []), *lost})
-    write_text(history, json_text(after | ({"left_out": out} if out else {})))
+    write_text(history, json_text(after))
     if given_up:
         return (
             f"not requeued: {fruitless} turn(s) in a row {what}. Is --time too short for start-up "
@@ -139,17 +137,15 @@ def _requeue(history: Path, steps: int | None, seconds: float, lost: list[str]) 
     if state != "RUNNING":
         return f"not requeued: job {job} is being ended from outside ({state})"
     at = "" if steps is None else f" after step {steps}"
-    what, without = f"stopped{at} with a checkpoint", ""
-    if lost:
-        what, without = f"lost {', '.join(lost)}", f" without {', '.join(out)}"
-        signal(Signals.SIGTERM, SIG_IGN)  # Slurm excludes hosts of pending jobs only
-    line = f"gradsync: {what}; asking Slurm for another turn of job {job}{without}"
+    what = f"lost {', '.join(lost)}, to be left out" if lost else f"stopped{at} with a checkpoint"
+    line = f"gradsync: {what}; asking Slurm for another turn of job {job}"
     print(line, file=sys.stderr, flush=True)  # Slurm may end this process at once
+    if lost:  # then it must not: Slurm excludes hosts of pending jobs only
+        signal(Signals.SIGTERM, SIG_IGN)
     ask("scontrol", "requeue", job)
     if lost:
-        own = re.search(r"\sExcNodeList=([^\s(]+)", shown)  # "(null)" for none
-        excluded = ",".join([*([own[1]] if own else []), *out])
-        ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={excluded}")
+        before_it = re.findall(r"\sExcNodeList=([^\s(]+)", shown)  # "(null)" for none
+        ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(before_it + lost)}")
     return ""
 
 

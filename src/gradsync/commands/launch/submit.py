@@ -129,16 +129,10 @@ def _checked_train(program: Program, world_size: int) -> tuple[Program, str, str
     queued.
     """
     from gradsync.commands.train.check import check_request
-    from gradsync.commands.train.config_io import parse_config, take_places
+    from gradsync.commands.train.config_io import parse_config
     from gradsync.commands.train.elastic import take_flag
 
     elastic, flags = take_flag([word for word in program.arguments if word != "--json"])
-    places, flags = take_places(flags)
-    if places is not None:
-        raise ConfigError(
-            "in a job, submit's own --nodes and --gpus-per-node, before the --, say where ranks "
-            "are; drop them from train"
-        )
     config = parse_config(flags)
     if config.nproc_per_node is not None:
         raise ConfigError(

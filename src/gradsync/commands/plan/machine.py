@@ -28,12 +28,11 @@ from gradsync.commands.plan.description import (
     multiplies_bf16,
     usual_link,
 )
-from gradsync.commands.plan.measured import fit_conditions, load_fits
+from gradsync.commands.plan.measured import cpu_model, fit_conditions, load_fits
 from gradsync.core.files import one_line
 from gradsync.runtime.machine import (
     available_bytes,
     choose_threads,
-    cpu_model,
     host_cores,
     total_bytes,
     usable_cores,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ import numpy as np
 from gradsync.core.files import json_text, one_line, parse_json, read_bytes, write_result
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
-from gradsync.runtime.machine import cpu_model, host_cores
+from gradsync.runtime.machine import host_cores
 
 T = TypeVar("T")
 
@@ -41,6 +42,16 @@ _SMALL_ERROR = 0.1  # Errors count squared up to here, linearly beyond
 
 Conditions = dict[str, Any]
 """The facts that a measurement depends on, for JSON; an answer holds if all are equal."""
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def version_of(package: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -20,7 +20,6 @@ from gradsync.commands.models.config import PRESETS
 from gradsync.commands.train.config import AUTO, SyncConfig, TrainConfig, recipe
 from gradsync.core.files import PRIVATE, perhaps, replace_text
 from gradsync.errors import ConfigError
-from gradsync.runtime.bounds import MOST_NODES, whole_number
 
 SUFFIXES = (".yaml", ".yml", ".toml")
 _SYNC_OPTIONS = "--sync-options"
@@ -64,7 +63,6 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
             "Train a GPT; flags override the preset or file. Presets: "
             f"{', '.join(PRESETS)}; tiny is the default. Two more flags: --dry-run shows the "
             "resolved configuration and the batch plan, --json prints one document on stdout. "
-            "--gpus-per-node G --nodes N (or --ddp --gpus-per-node G) start that many ranks. "
             "--elastic (or --elastic_gpu) chooses ranks, strategy, dtype and micro-batch by what "
             "the machine has; what is given stays."
         ),
@@ -160,38 +158,6 @@ def begun_config(config: TrainConfig) -> tuple[Path, TrainConfig] | None:
         return None
     begun = read_config(file, of_older_version=True)
     return None if AUTO in (begun.sync, begun.dtype) else (file, begun)  # none began: weights alone
-
-
-class Places(NamedTuple):
-    """Numbers of nodes, and of ranks on each: one per GPU; on a machine without GPUs, on its
-    cores."""
-
-    nodes: int
-    gpus_per_node: int
-
-
-def take_places(argv: Sequence[str]) -> tuple[Places | None, list[str]]:
-    """The arguments about places, None if absent, and all other arguments."""
-    numbers: dict[str, int] = {}
-    others: list[str] = []
-    rest = iter(argv)
-    for word in rest:
-        name, equals, value = word.replace("_", "-").partition("=")
-        if name in ("--gpus-per-node", "--nodes"):
-            text = value if equals else next(rest, "")
-            number = whole_number(text, MOST_NODES)
-            if not number:
-                raise ConfigError(f"{name} must be a number, 1 to {MOST_NODES}; got {text[:80]!r}")
-            numbers[name] = number
-        elif word != "--ddp":
-            others.append(word)
-    if "--gpus-per-node" in numbers:
-        return Places(numbers.get("--nodes", 1), numbers["--gpus-per-node"]), others
-    if numbers or "--ddp" in argv:
-        raise ConfigError(
-            "how many ranks? --ddp and --nodes need --gpus-per-node N (ranks of each node)"
-        )
-    return None, others
 
 
 def given_fields(flags: Sequence[str]) -> frozenset[str]:

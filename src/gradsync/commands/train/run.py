@@ -46,7 +46,6 @@ from gradsync.errors import (
     GradsyncError,
     LatePeerError,
     LostPeerError,
-    PeerError,
     RunError,
     UsageError,
 )

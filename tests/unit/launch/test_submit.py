@@ -82,7 +82,6 @@ def submit(*argv: str) -> int:
         (["--time=60", "--", "nowhere.py"], "there is no script nowhere.py"),
         (["--time=60", "--launcher=ssh", "--", "train"], "ssh"),
         (["--time=60", "--run-dir=x", "--", "train"], "train has --out"),
-        (["--time=60", "--", "train", "--ddp", "--gpus_per_node=2"], "drop them from train"),
         (["--time=60", "--", "train", "--nproc-per-node", "2"], "--ntasks-per-node"),
         (["--time=60", "--nodes=3", "--", "train", "--sync", "zero3"], "zero3"),
         (["--time=60", "--", "train", "--tokens-per-update", "5"], "nearest legal"),

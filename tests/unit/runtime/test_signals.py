@@ -164,7 +164,7 @@ def test_only_a_second_press_ends_the_process(
         (PeerError("rank 0 failed first: interrupted", exit_code=130), False),
         (PeerError("rank 0 failed first: ValueError"), True),
         (PeerError("rank 0 on afar failed first: ValueError", host="afar"), True),
-        (PeerError("rank 0 on here failed first: ValueError", host="here"), False),
+        (PeerError("rank 0 on here failed first: ValueError", rank=0, host="here"), False),
         (ValueError(), True),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_host_comes_back(tmp_path: Path, alone: dict[str, Any]) -> None:
     assert (first.returncode, lost.returncode, second.returncode) == (0, -9, 0), said
     assert [(end["world_size"], end["sha256"]) for end in told(out)] == [(4, alone["sha256"])] * 4
     assert re.search("lost rank.s. 2, 3.*", first.stderr), said
-    assert re.search("rank.s. 4, 5 join", second.stderr), said
+    assert re.search("rank.s. 4 on join", second.stderr), said
 
 
 @pytest.mark.launcher("namespaces")
@@ -116,6 +116,29 @@ def test_a_host_comes_new(tmp_path: Path, ranks: int, alone: dict[str, Any]) -> 
 def test_when_all_are_lost_at_once(tmp_path: Path) -> None:
     runs = launch(tmp_path / "out", *(f"{rank}:2:data" for rank in range(4)))
     assert [run.returncode for run in runs] == [1, 1]
+
+
+@pytest.mark.launcher("namespaces")
+@pytest.mark.parametrize(("rejoin", "size"), [(1, 4), (0, 3)])
+def test_a_new_hosts_rank_that_ends_early(
+    tmp_path: Path, rejoin: int, size: int, alone: dict[str, Any]
+) -> None:
+    """It ends neither the run nor the other ranks of its host."""
+    out, variables = tmp_path / "out", {"TEST_NODES": "1:2", "GRADSYNC_TOKEN": "s" * 32}
+    kills = [f"until:{size}", "3+:0:built"]
+    first, second = launch(out, *kills, rejoin=rejoin, variables=variables)
+    said = first.stderr[-5000:] + second.stderr[-5000:]
+    assert (first.returncode, second.returncode) == (0, 0), said
+    ends = [(end["world_size"], end["sha256"]) for end in told(out)]
+    assert ends == [(size, alone["sha256"])] * size
+
+
+@pytest.mark.launcher("namespaces")
+def test_a_host_that_waits_is_stopped_with_the_others(tmp_path: Path) -> None:
+    """It has no checkpoint to join at."""
+    out, variables = tmp_path / "out", {"TEST_NODES": "1:2", "GRADSYNC_TOKEN": "s" * 32}
+    runs = launch(out, "waiter:2", "0:1:data:asks", ranks=1, variables=variables)
+    assert [run.returncode for run in runs] == [75, 75], runs[0].stderr + runs[1].stderr[-3000:]
 
 
 @pytest.mark.launcher("namespaces")

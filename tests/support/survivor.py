@@ -100,6 +100,7 @@ def main(out: str, strategy: str, *kills: str) -> None:
         loader = gs.loader(data, world, global_batch_size=16, micro_batch_size=2, num_epochs=1)
         done, losses, draws, seen = [], [], [], []
         parts = {"model": model, "optimizer": optimizer, "loader": loader}
+        dies("built")
         steps, state = gs.load(Path(out, "checkpoints"), **parts)
         if state:
             scheduler.load_state_dict(state)
@@ -110,6 +111,8 @@ def main(out: str, strategy: str, *kills: str) -> None:
             until = max(int(kill[6:]) for kill in ("until:0", *kills) if kill[:6] == "until:")
             size = first if f"wait:{now}" in kills else until if now else 0
             while world.is_main and world.world_size < size and not recovery.one_waits():
+                time.sleep(0.01)
+            while "waiter:2" in kills and now == 1 and not recovery.one_waits():
                 time.sleep(0.01)
             torch.rand(3)
             for attempt in sync.attempts():

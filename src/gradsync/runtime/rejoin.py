@@ -11,11 +11,9 @@ Until it is admitted it can neither hold up the others nor end them.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from gradsync.runtime.peers import process_state
 from gradsync.runtime.store import Presence, SignedStore
 
 REJOIN = "GRADSYNC_REJOIN"
@@ -67,10 +65,16 @@ class Lobby:
     Args:
         records: in the rendezvous store, which outlives every rank.
         num_named: how many numbers the launchers have given to ranks so far.
+        has_ended: whether a process has, by its host and id.
     """
 
-    def __init__(self, records: SignedStore, num_named: Callable[[], int]) -> None:
-        self._records, self._num_named = records, num_named
+    def __init__(
+        self,
+        records: SignedStore,
+        num_named: Callable[[], int],
+        has_ended: Callable[[str, int], bool],
+    ) -> None:
+        self._records, self._num_named, self._has_ended = records, num_named, has_ended
 
     def announce(self, name: int, presence: Presence, folder: str) -> None:
         """Say that the process of rank `name`, as the launcher counts, was started again, and waits
@@ -90,7 +94,8 @@ class Lobby:
         for name in set(range(self._num_named())).difference(inside):
             if (text := self._records.get(f"again/{name}")) is not None:
                 folder, told = json.loads(text)
-                if _may_live(presence := Presence(**told)):
+                presence = Presence(**told)
+                if not self._has_ended(presence.host, presence.pid):
                     yield name, presence, folder
 
     def admit(self, newcomers: Sequence[Presence], admission: Admission) -> None:
@@ -107,12 +112,12 @@ class Lobby:
         told["presences"] = [Presence(**each) for each in told["presences"]]
         return Admission(**told)
 
-    def close(self) -> None:
-        """Say that the run is over, so that no rank waits any longer."""
-        self._records.set(_OVER, "1")
+    def close(self, code: int) -> None:
+        """Say that the run has ended with that exit code, so that no rank waits any longer."""
+        self._records.set(_OVER, str(code))
 
     def how_it_ends(self, first: Sequence[Presence]) -> int | None:
-        """The exit code for a rank that waits: 0 if the run is over, 1 if no rank of it is left,
+        """The exit code for a rank that waits: the run's if it is over, 1 if no rank of it is left,
         None while it goes on.
 
         Args:
@@ -120,11 +125,9 @@ class Lobby:
         """
         later = [each for _, each, _ in self._announced()]
         members = (*first, *(each for each in later if self.admission(each) is not None))
-        lives = any(map(_may_live, members))  # before the next line: they say so, and then end
-        if self._records.get(_OVER) is not None:
-            return 0
+        lives = not all(
+            self._has_ended(each.host, each.pid) for each in members
+        )  # before the next line: they say so, and then end
+        if (code := self._records.get(_OVER)) is not None:
+            return int(code)
         return None if lives else 1
-
-
-def _may_live(presence: Presence) -> bool:
-    return presence.host != socket.gethostname() or process_state(presence.pid) != "ended"

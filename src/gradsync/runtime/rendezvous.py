@@ -31,6 +31,7 @@ import psutil
 from gradsync.errors import RendezvousError
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.network import address_of, own_address
+from gradsync.runtime.peers import process_state
 from gradsync.runtime.rejoin import NAMED, Lobby, ended_key
 from gradsync.runtime.resolve import Resolution
 from gradsync.runtime.store import LEFT, SignedStore, host_store, join_store, token_of, wait_until
@@ -89,7 +90,7 @@ class Meeting:
         self.store: Any = dist.PrefixStore(self._prefix, client)
         self.records = SignedStore(self.store, token, self.scope)
         lobby = SignedStore(self.store, token, f"{self.scope}/lobby")
-        self.lobby = Lobby(lobby, self._num_named)
+        self.lobby = Lobby(lobby, self._num_named, self.has_ended)
         self._named, self._next_look_s = world.world_size, 0.0
 
     def learn_scope(self, scope: str) -> None:
@@ -128,8 +129,9 @@ class Meeting:
         return self._named
 
     def has_ended(self, host: str, pid: int) -> bool:
-        """Whether the launcher on that host says that a rank of its own has ended."""
-        return bool(self._client.check([ended_key(host, pid)]))
+        """Whether that process has, as seen here, or as it or its launcher said."""
+        here = host == socket.gethostname() and process_state(pid) == "ended"
+        return here or bool(self._client.check([ended_key(host, pid)]))
 
     def connect(self) -> Any:
         """The store over another connection: a thread that waits on one blocks it."""
@@ -138,10 +140,6 @@ class Meeting:
         rank, deadline_s = self._world.rank, time.monotonic() + 10
         client = join_store(self.address, self.port, rank=rank, deadline_s=deadline_s)
         return dist.PrefixStore(self._prefix, client)
-
-    def second_connection(self) -> SignedStore:
-        """The records over a connection of a thread's own."""
-        return self.records.over(self.connect())
 
     def everyone_is_here(self) -> None:
         """Remove the published port, which is no longer needed."""

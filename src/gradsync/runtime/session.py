@@ -25,9 +25,9 @@ from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from secrets import token_hex
-from typing import Any, NoReturn
+from typing import Any
 
-from gradsync.errors import ConfigError, LaunchError, LostPeerError, RunError
+from gradsync.errors import ConfigError, LaunchError, LostPeerError, RendezvousError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.device import (
     check_not_shared,
@@ -46,7 +46,7 @@ from gradsync.runtime.machine import choose_threads, keep_freed_memory, pin_thre
 from gradsync.runtime.network import PeerConnections, interface_towards
 from gradsync.runtime.peers import Peers
 from gradsync.runtime.recovery import Recovery
-from gradsync.runtime.rejoin import REJOIN, Admission, Lobby, group_key, joined_key
+from gradsync.runtime.rejoin import REJOIN, Admission, Lobby, ended_key, group_key, joined_key
 from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
@@ -58,7 +58,7 @@ from gradsync.runtime.signals import (
     say_interrupted,
 )
 from gradsync.runtime.stacks import StackFiles
-from gradsync.runtime.store import Presence, SignedStore, check_in
+from gradsync.runtime.store import TOKEN, Presence, SignedStore, check_in
 from gradsync.runtime.watch import REPORT_S, FailureWatch
 from gradsync.world import World, place
 
@@ -122,15 +122,6 @@ class Session:
                 "write `with gs.init() as world:`"
             )
         return self._world
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise AttributeError; for names of `World` it explains how to get one."""
-        if name in World.__dataclass_fields__ or hasattr(World, name):
-            raise AttributeError(
-                f"gs.init() gives the world, and its {name}, to a block: write "
-                "`with gs.init(...) as world:`"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __enter__(self) -> World:
         world = self.open()
@@ -200,7 +191,7 @@ class Session:
         cause = None
         if orderly:
             self._put_hook_back()
-            self._close_lobby()
+            self._close_lobby(75 if isinstance(error, SystemExit) and error.code == 75 else 0)
         else:  # the error that ends the session may end the program
             self._hook()
         try:
@@ -225,12 +216,12 @@ class Session:
         if cause is not None:
             raise cause from cause.__cause__
 
-    def _close_lobby(self) -> None:
+    def _close_lobby(self, code: int) -> None:
         """Let ranks that wait to join leave, too."""
         if self._meeting is not None and self.world.recovery is not None:
             with suppress(RuntimeError):  # the store is gone
                 if not self.world.waits_to_join:
-                    self._meeting.lobby.close()
+                    self._meeting.lobby.close(code)
 
     def _hook(self) -> None:
         launched, rank = self._env.get("ROLE_NAME") == LAUNCHED, self.world.rank
@@ -301,6 +292,10 @@ class Session:
         """Be one rank alone, started again, the `count`-th time; see rejoin.py."""
         found = [meeting.records.get(f"here/{rank}") for rank in range(self.world.world_size)]
         self.presences = [Presence(**json.loads(each)) for each in found if each]  # at the start
+        if not self.presences:
+            raise RendezvousError(
+                f"no record of the others is readable: has each host one {TOKEN}?"
+            )
         self._undo_group_at_end()
         self._joined_key = joined_key(self.world.rank, count)
         alone = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
@@ -312,7 +307,8 @@ class Session:
 
         world, options = self.world, self.options
         self.stacks.private_name = meeting.records.name("stacks")
-        store = meeting.second_connection()
+        # A thread that waits on one connection blocks it.
+        store = meeting.records.over(meeting.connect())
         self._connections.learn()
         peers = Peers(
             store,
@@ -402,9 +398,12 @@ class Session:
         if (found := meeting.lobby.admission(me)) is not None:
             meeting.learn_scope(found.scope)
             return found
-        ends = 0 if self.world.should_stop else meeting.lobby.how_it_ends(self.presences)
+        stops = self.world.should_stop
+        ends = 75 if stops else meeting.lobby.how_it_ends(self.presences)
         if ends is not None:
-            log.warning("the run ended before this rank, which was started again, could join it")
+            meeting.tell_launcher(ended_key(me.host, me.pid))  # the others do not wait for it
+            if not stops:
+                log.warning("the run ended before this rank could join it")
             raise SystemExit(ends)
         return None
 

@@ -23,11 +23,13 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     talk: dict[str, list[str]] = {"state": [" JobState=RUNNING "], "refusal": [], "requeued": []}
 
     def answer(*argv: str) -> str:
+        if argv[1] == "update" and talk["refusal"]:
+            raise RunError(f"Slurm refused scontrol: {talk['refusal'][0]}")
         if argv[1] == "update":
             talk["updated"] = [*argv[2:]]
         if argv[1] == "requeue":
             talk["requeued"].append(argv[2])
-            if talk["refusal"]:
+            if talk["refusal"] and talk["refusal"] != ["the host"]:
                 raise RunError(f"Slurm refused scontrol: {talk['refusal'][0]}")
         return talk["state"][0]
 
@@ -76,6 +78,15 @@ def test_lost_hosts_are_left_out(slurm, monkeypatch, tmp_path, capsys) -> None:
         said, wanted = capsys.readouterr().err, ["JobId=7", f"ExcNodeList=z[1-3],{left_out}"]
         assert slurm["updated"] == (wanted if left_out else []), said
         assert (GIVEN_UP in said) == (not left_out)
+
+
+def test_a_host_that_slurm_does_not_leave_out(slurm, monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(requeue, "signal", lambda *_: None)
+    slurm["refusal"] = ["the host"]
+    (tmp_path / "exit.json").write_text(json.dumps({"exit_code": 1, "lost_hosts": "b"}))
+    argv = ["--status=1", "--seconds=9", f"--history={tmp_path}/h", f"--run-dir={tmp_path}"]
+    assert requeue.main(argv) == 1
+    assert "gradsync: requeued, but with the lost host(s): " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 124, 137])

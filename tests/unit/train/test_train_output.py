@@ -306,6 +306,18 @@ def test_an_incident_says_where_and_what_to_do(tmp_path: Path) -> None:
         assert word in line["advice"]
 
 
+@pytest.mark.parametrize(
+    ("rank", "code", "lost"), [(-1, 1, "b"), (1, 1, None), (-1, 124, None)], ids=str
+)
+def test_only_a_vanished_ranks_host_is_left_out(
+    tmp_path: Path, rank: int, code: int, lost: str | None
+) -> None:
+    """Not that of a rank which failed, or is only late."""
+    config = replace(parse_config(["tiny"]), out=str(tmp_path))
+    note_failure(config, PeerError("…", rank=rank, host="b", exit_code=code))
+    assert json.loads((tmp_path / "exit.json").read_text()).get("lost_hosts") == lost
+
+
 def test_a_full_disk_is_no_pages_of_logging(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

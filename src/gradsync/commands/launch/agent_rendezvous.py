@@ -8,11 +8,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from torch.distributed import PrefixStore
+from torch.distributed import DistNetworkError, PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -72,11 +72,11 @@ class AgentRendezvous(RendezvousHandler):
         self._store: Any = None
         self._number = 0 if nodes is None else nodes.rank
         self._begun = self._told = False
+        self._gone = False  # the store
         self._late = False  # the others have begun without this host
         self._next_look_s, self._times_out = 0.0, 0
         self._asking: threading.Thread | None = None
-        self.stop_asked = False
-        """Whether a host whose ranks are lost was told to stop, when `is_left_out` last looked."""
+        self.stop_asked = False  # of a host whose ranks are lost, when `is_left_out` last looked
         self.stopped: Callable[[], bool] = lambda: False
         """True after a stop request: the agent then waits for no node."""
 
@@ -114,10 +114,7 @@ class AgentRendezvous(RendezvousHandler):
 
     def _comes_late(self, nodes: Nodes) -> bool:
         """Whether the run has begun, or is to begin, without this host."""
-
-        def has_begun() -> bool:
-            return self._store.check([group_key("last")])
-
+        has_begun = partial(self._store.check, [group_key("last")])
         if nodes.rank >= nodes.count:
             wait_until(lambda: self.stopped() or has_begun(), math.inf)
             if self.stopped():
@@ -217,12 +214,16 @@ class AgentRendezvous(RendezvousHandler):
         answers: list[_T] = []
 
         def ask() -> None:
-            with suppress(RuntimeError):
+            try:
                 answers.append(question())
+            except DistNetworkError:
+                self._gone = True
+            except RuntimeError:  # no answer in time
+                pass
 
         if self._nodes is None:
             return question()
-        if self._asking is None or not self._asking.is_alive():
+        if not self._gone and (self._asking is None or not self._asking.is_alive()):
             self._asking = thread = threading.Thread(target=ask, name="gradsync-ask", daemon=True)
             thread.start()
             wait_until(
@@ -269,7 +270,8 @@ class AgentRendezvous(RendezvousHandler):
         """Tell the other nodes how this one's ranks have ended; only the first call counts. Then
         wait for theirs, which may need the store of node 0: long if they ended well, until a signal
         comes; after a stop, briefly."""
-        if self._nodes is None or self._store is None or self._told:
+        begins = self._nodes is not None and self._nodes.rank < self._nodes.count
+        if not (begins or self._late) or self._store is None or self._told:
             return
         self._told, records, store = True, self._records(), self._store
         deadline_s = time.monotonic() + (_OTHERS_END_S if code == 0 else _TELL_S)

@@ -71,8 +71,7 @@ class LaunchOptions:
             raise ConfigError("--nnodes above 1 needs --master-addr: how others reach node 0")
         if least < most and (self.on_loss != "shrink" or not environ.get(TOKEN)):
             raise ConfigError(
-                f"--nnodes {self.nnodes} needs --on-loss shrink, and GRADSYNC_TOKEN, the same on "
-                "all nodes"
+                f"--nnodes {self.nnodes} needs --on-loss shrink, and one {TOKEN} on all"
             )
         if most > 1 and self.max_restarts:
             raise ConfigError("--max-restarts works on one node; start again by hand on several")
@@ -81,8 +80,8 @@ class LaunchOptions:
 
     def num_nodes(self) -> tuple[int, int]:
         """How many begin, and how many there may be."""
-        least, _, most = self.nnodes.partition(":")
-        numbers = whole_number(least) or 0, whole_number(most or least) or 0
+        least, colon, most = self.nnodes.partition(":")
+        numbers = whole_number(least) or 0, whole_number(most if colon else least) or 0
         if not 1 <= numbers[0] <= numbers[1] <= MOST_NODES:
             raise ConfigError(f"--nnodes {self.nnodes}: a number of nodes, or MIN:MAX")
         return numbers

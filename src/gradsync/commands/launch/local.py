@@ -332,8 +332,7 @@ class LocalAgent(LocalElasticAgent):
             for number, worker in enumerate(workers):
                 worker.global_rank, worker.world_size = first + number, first + len(workers)
                 self._again[number] = "1"
-            ranks = ", ".join(str(worker.global_rank) for worker in workers)
-            _say(f"gradsync: the run has begun: rank(s) {ranks} join it at its next checkpoint")
+            _say(f"gradsync: the run has begun: rank(s) {first} on join it at its next checkpoint")
         self._close_streams()
         with environ.exported({REJOIN: "1"} if late else {}):
             return super()._start_workers(worker_group)
@@ -371,7 +370,8 @@ class LocalAgent(LocalElasticAgent):
         rank goes on or has ended well; such ranks are started again. None while only ranks of other
         hosts go on."""
         codes = self.exit_codes()
-        if not self._shrinks or not self._meeting.has_begun():
+        begun = self._shrinks and self._meeting.has_begun()
+        if not (begun or self._again):  # the latter: of a host that comes late
             return codes
         lost = {number for number, code in enumerate(codes) if self._is_lost(number, code)}
         outside = {number for number in self._again if not self._has_joined(number)}
@@ -409,6 +409,8 @@ class LocalAgent(LocalElasticAgent):
                 self._again[number] = str(count)
                 start_again(self, number, environ.snapshot() | {REJOIN: str(count)})
                 self._lost.remove(number)
+        if not begun and len(self._lost) == len(codes):
+            return codes
         return [
             0 if inside and n in self._lost else None if n in lost | self._lost else code
             for n, code in enumerate(codes)
@@ -450,7 +452,7 @@ class LocalAgent(LocalElasticAgent):
         while self._pending:
             self._send(self._pending.pop(0))
         self._send(signal.SIGCONT)  # a stopped rank cannot act on a signal
-        if self._alone_since_s is not None:
+        if self._alone_since_s is not None and self._meeting.has_begun():
             _say("gradsync: no rank is left on this host: the other hosts' launchers stop theirs")
             self._meeting.ask_others_to_stop()
         deadline = time.monotonic() + GRACE_S

@@ -83,10 +83,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--run-dir", type=Path)
     options = parser.parse_args(argv)
     code, steps = read_turn(options.run_dir, options.status)
-    lost = [] if options.run_dir is None else _lost_hosts(options.run_dir)
+    ended = {} if options.run_dir is None else read_object(options.run_dir / "exit.json")
+    # Slurm's names have no domain.
+    lost = [host.partition(".")[0] for host in str(ended.get("lost_hosts", "")).split(",") if host]
     if code == STOPPED or lost:
         try:
-            said = _requeue(options.history, steps, options.seconds, lost)
+            # A turn that lost ranks has not written its steps.
+            said = _requeue(options.history, None if lost else steps, options.seconds, lost)
         except OSError as error:  # uncounted turns could repeat endlessly
             said = f"not requeued: cannot write {options.history} ({error.strerror})"
         except GradsyncError as error:
@@ -97,12 +100,6 @@ def main(argv: Sequence[str]) -> int:
         if said:
             print(f"gradsync: {said}", file=sys.stderr, flush=True)
     return code
-
-
-def _lost_hosts(run_dir: Path) -> list[str]:
-    """Slurm's names of the hosts whose ranks vanished, and ended the run."""
-    hosts = str(read_object(run_dir / "exit.json").get("lost_hosts") or "").split(",")
-    return [host.partition(".")[0] for host in hosts if host]
 
 
 def _requeue(history: Path, steps: int | None, seconds: float, lost: list[str]) -> str:
@@ -145,7 +142,10 @@ def _requeue(history: Path, steps: int | None, seconds: float, lost: list[str]) 
     ask("scontrol", "requeue", job)
     if lost:
         before_it = re.findall(r"\sExcNodeList=([^\s(]+)", shown)  # "(null)" for none
-        ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(before_it + lost)}")
+        try:
+            ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(before_it + lost)}")
+        except RunError as error:
+            return f"requeued, but with the lost host(s): {error}"
     return ""
 
 

@@ -351,7 +351,7 @@ def note_failure(config: TrainConfig, error: Exception) -> None:
         run_dir.hold()
         ended = {"exit_code": code, "reason": "failed", "error": str(error)}
         rank, host = (getattr(error, name, None) for name in ("rank", "host"))
-        vanished = rank == -1 and host
+        vanished = rank == -1 and host and code != LatePeerError.exit_code
         run_dir.write_json("exit.json", ended | ({"lost_hosts": host} if vanished else {}))
         # Of gradsync's own errors the message is enough: their place is ours.
         own = "" if isinstance(error, GradsyncError) else "".join(traceback.format_exception(error))

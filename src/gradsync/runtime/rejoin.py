@@ -11,9 +11,11 @@ Until it is admitted it can neither hold up the others nor end them.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from gradsync.runtime.peers import process_state
 from gradsync.runtime.store import Presence, SignedStore
 
 REJOIN = "GRADSYNC_REJOIN"
@@ -65,7 +67,7 @@ class Lobby:
     Args:
         records: in the rendezvous store, which outlives every rank.
         num_named: how many numbers the launchers have given to ranks so far.
-        has_ended: whether a process has, by its host and id.
+        has_ended: whether a process has, as it or its launcher said, by its host and id.
     """
 
     def __init__(
@@ -94,9 +96,12 @@ class Lobby:
         for name in set(range(self._num_named())).difference(inside):
             if (text := self._records.get(f"again/{name}")) is not None:
                 folder, told = json.loads(text)
-                presence = Presence(**told)
-                if not self._has_ended(presence.host, presence.pid):
+                if self._may_live(presence := Presence(**told)):
                     yield name, presence, folder
+
+    def _may_live(self, presence: Presence) -> bool:
+        here = presence.host == socket.gethostname() and process_state(presence.pid) == "ended"
+        return not (here or self._has_ended(presence.host, presence.pid))
 
     def admit(self, newcomers: Sequence[Presence], admission: Admission) -> None:
         """Tell them their place; every member does, since any of them may die."""
@@ -125,9 +130,7 @@ class Lobby:
         """
         later = [each for _, each, _ in self._announced()]
         members = (*first, *(each for each in later if self.admission(each) is not None))
-        lives = not all(
-            self._has_ended(each.host, each.pid) for each in members
-        )  # before the next line: they say so, and then end
+        lives = any(map(self._may_live, members))  # before the next line: they say so, then end
         if (code := self._records.get(_OVER)) is not None:
             return int(code)
         return None if lives else 1

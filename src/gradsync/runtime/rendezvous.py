@@ -31,7 +31,6 @@ import psutil
 from gradsync.errors import RendezvousError
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.network import address_of, own_address
-from gradsync.runtime.peers import process_state
 from gradsync.runtime.rejoin import NAMED, Lobby, ended_key
 from gradsync.runtime.resolve import Resolution
 from gradsync.runtime.store import LEFT, SignedStore, host_store, join_store, token_of, wait_until
@@ -129,9 +128,8 @@ class Meeting:
         return self._named
 
     def has_ended(self, host: str, pid: int) -> bool:
-        """Whether that process has, as seen here, or as it or its launcher said."""
-        here = host == socket.gethostname() and process_state(pid) == "ended"
-        return here or bool(self._client.check([ended_key(host, pid)]))
+        """Whether that process has, as it said, or the launcher on its host."""
+        return bool(self._client.check([ended_key(host, pid)]))
 
     def connect(self) -> Any:
         """The store over another connection: a thread that waits on one blocks it."""

@@ -293,9 +293,7 @@ class Session:
         found = [meeting.records.get(f"here/{rank}") for rank in range(self.world.world_size)]
         self.presences = [Presence(**json.loads(each)) for each in found if each]  # at the start
         if not self.presences:
-            raise RendezvousError(
-                f"no record of the others is readable: has each host one {TOKEN}?"
-            )
+            raise RendezvousError(f"no record of the others is readable: is {TOKEN} the same?")
         self._undo_group_at_end()
         self._joined_key = joined_key(self.world.rank, count)
         alone = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}

@@ -119,16 +119,18 @@ def test_when_all_are_lost_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.launcher("namespaces")
-@pytest.mark.parametrize(("rejoin", "size"), [(1, 4), (0, 3)])
-def test_a_new_hosts_rank_that_ends_early(
-    tmp_path: Path, rejoin: int, size: int, alone: dict[str, Any]
+@pytest.mark.parametrize(
+    ("dead", "rejoin", "size", "code"), [("3", 1, 4, 0), ("3", 0, 3, 0), ("23", 0, 2, 1)]
+)
+def test_new_hosts_ranks_that_end_early(
+    tmp_path: Path, dead: str, rejoin: int, size: int, code: int, alone: dict[str, Any]
 ) -> None:
-    """It ends neither the run nor the other ranks of its host."""
+    """They end neither the run nor the other ranks of their host."""
     out, variables = tmp_path / "out", {"TEST_NODES": "1:2", "GRADSYNC_TOKEN": "s" * 32}
-    kills = [f"until:{size}", "3+:0:built"]
+    kills = [f"until:{size}", *(f"{rank}+:0:built" for rank in dead)]
     first, second = launch(out, *kills, rejoin=rejoin, variables=variables)
     said = first.stderr[-5000:] + second.stderr[-5000:]
-    assert (first.returncode, second.returncode) == (0, 0), said
+    assert (first.returncode, second.returncode) == (0, code), said
     ends = [(end["world_size"], end["sha256"]) for end in told(out)]
     assert ends == [(size, alone["sha256"])] * size
 
@@ -139,6 +141,15 @@ def test_a_host_that_waits_is_stopped_with_the_others(tmp_path: Path) -> None:
     out, variables = tmp_path / "out", {"TEST_NODES": "1:2", "GRADSYNC_TOKEN": "s" * 32}
     runs = launch(out, "waiter:2", "0:1:data:asks", ranks=1, variables=variables)
     assert [run.returncode for run in runs] == [75, 75], runs[0].stderr + runs[1].stderr[-3000:]
+
+
+@pytest.mark.launcher("namespaces")
+def test_a_host_that_waits_is_stopped_alone(tmp_path: Path, alone: dict[str, Any]) -> None:
+    """The others go on, and do not wait for it."""
+    out, variables = tmp_path / "out", {"TEST_NODES": "1:2", "GRADSYNC_TOKEN": "s" * 32}
+    runs = launch(out, "0:1:data:sends-away", ranks=1, variables=variables)
+    assert [run.returncode for run in runs] == [0, 75], runs[0].stderr + runs[1].stderr[-3000:]
+    assert [(end["world_size"], end["sha256"]) for end in told(out)] == [(1, alone["sha256"])]
 
 
 @pytest.mark.launcher("namespaces")

@@ -52,6 +52,12 @@ def main(out: str, strategy: str, *kills: str) -> None:
             os.kill(int(Path(out, "launcher-0").read_text()), signal.SIGTERM)
             while not world.should_stop:
                 time.sleep(0.01)
+        if f"{me}:{now}:{place}:sends-away" in kills:
+            while not recovery.one_waits():
+                time.sleep(0.01)
+            os.kill(int(Path(out, "launcher-1+").read_text()), signal.SIGTERM)
+            while recovery.one_waits():
+                time.sleep(0.01)
         if f"{me}:{now}:{place}:host" in kills:
             Path(out, "host-is-lost").touch()
             launcher = psutil.Process(os.getppid())

@@ -417,7 +417,7 @@ class LocalAgent(LocalElasticAgent):
         ]
 
     def _is_lost(self, number: int, code: int | None) -> bool:
-        if not code or number in self._lost:
+        if code in (None, 0, STOPPED) or number in self._lost:
             return False
         outside = number in self._again and not self._has_joined(number)
         return outside or (code < 0 and -code not in self.received)

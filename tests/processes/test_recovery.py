@@ -72,6 +72,17 @@ def test_survivors_end_as_one_rank(tmp_path: Path, kills: list[str], alone: dict
     assert sorted(given) == [each for each in EVERY if each[0] >= last]
 
 
+@pytest.mark.parametrize("place", ["forward", "reduced", "evaluates"])
+def test_all_ranks_live_though_a_connection_ends(
+    tmp_path: Path, place: str, alone: dict[str, Any]
+) -> None:
+    """As after a short cut of the network."""
+    done = launch(tmp_path / "out", 3, "invariant", f"1:2:{place}:cut-off").ok()
+    ends = told(tmp_path / "out")
+    assert [(end["world_size"], end["sha256"]) for end in ends] == [(3, alone["sha256"])] * 3
+    assert "a connection ended" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("kills", "left"),
     [

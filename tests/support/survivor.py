@@ -37,6 +37,7 @@ STEPS, MICRO_BATCHES, EVALUATED = 6, 8, 12
 def main(out: str, strategy: str, *kills: str) -> None:
     strategy, _, own = strategy.partition(":")
     me = os.environ.get("RANK", "0") + "+" * int(os.environ.get("GRADSYNC_REJOIN", "0"))
+    once: list[str] = []
     now, first = 0, int(os.environ.get("WORLD_SIZE", "1"))
 
     def dies(place: str) -> None:
@@ -65,6 +66,9 @@ def main(out: str, strategy: str, *kills: str) -> None:
             others = [each for each in launcher.children() if each.pid != os.getpid()]
             for each in (*others, launcher, psutil.Process()):
                 each.kill()
+        if (cut := f"{me}:{now}:{place}:cut-off") in kills and cut not in once:
+            once.append(cut)  # for a moment: all ranks live
+            cast("Any", recovery)._group._cut()
         if f"{me}:{now}:{place}:raises" in kills:
             raise ValueError("a bug of the program")
 

@@ -159,6 +159,7 @@ class Recovery:
         self.handles: WeakSet[Handle] = WeakSet()
         """Everything that synchronises a model."""
         self._stale = False
+        self._cut_at = -1  # steps before the last one that was repeated with no rank lost
         self._admission: Admission | None = None
         self._processes: Mapping[int, int] = {}  # process ids of the last group's other members
 
@@ -225,7 +226,7 @@ class Recovery:
 
         Raises:
             PeerError: another rank's own failure ends the run, or the store is gone.
-            RuntimeError: `error`, if no rank is lost, or one neither comes nor ends in time.
+            RuntimeError: `error`, twice in a step with no rank lost, or a rank never comes or ends.
         """
         group, began = self._group, time.monotonic()
         self._saved = None
@@ -237,15 +238,17 @@ class Recovery:
             finish = holds_sums = finishes(world.rank, chosen)
             lost -= chosen.keys()
             if error is not None and not lost and not joining:
-                raise error
+                if self._cut_at == self.committed:  # again: it is no matter of the network
+                    raise error
+                self._cut_at = self.committed
             names = [self._names[rank] for rank in sorted(chosen)] + [*joining]
             presences = [group.presences[rank] for rank in sorted(chosen)] + [*joining.values()]
             took_s = time.monotonic() - began
             said = self._describe(sorted(lost), [*joining], len(names), error, finish=finish)
             hosts = sorted({group.presences[rank].host for rank in lost})
             who = {"rank": [self._names[rank] for rank in sorted(lost)], "host": hosts}
-            what = {"time": time.time() - took_s, "kind": "lost" if lost else "joined"}
-            self.incidents.append({**what, "said": said, **who})
+            kind = "lost" if lost else "joined" if joining else "cut"
+            self.incidents.append({"time": time.time() - took_s, "kind": kind, "said": said} | who)
             self._end(lost)
             if world.rank == min(chosen):
                 _say(f"{said}, agreed after {took_s:.2f} s")
@@ -437,10 +440,10 @@ class Recovery:
         finish: bool,
     ) -> str:
         told = []
-        if lost:
-            names = ", ".join(str(self._names[rank]) for rank in lost)
+        if lost or (error is not None and not joining):
+            who = "lost rank(s) " + ", ".join(str(self._names[rank]) for rank in lost)
             said = "" if error is None else f" ({symptom(communication_error(error) or error)})"
-            told.append(f"lost rank(s) {names}{said}")
+            told.append((who if lost else "a connection ended") + said)
         if joining:
             told.append(f"rank(s) {', '.join(map(str, joining))} join")
         what = "go on" if error is None else "finish it" if finish else "repeat it"

@@ -20,8 +20,7 @@ from gradsync.runtime.store import Presence, SignedStore
 
 REJOIN = "GRADSYNC_REJOIN"
 """Variable of a process that was started again, or that comes later: how often, from 1."""
-NAMED = "gradsync/named"
-"""A key of the launchers: how many numbers they have given to ranks so far."""
+NAMED = "gradsync/named"  # a key of the launchers: how many numbers they have given to ranks
 _OVER = "over"
 
 

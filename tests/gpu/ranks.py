@@ -76,10 +76,10 @@ def options_of(name: str) -> Found:
 
 
 def trained(
-    world: gs.World, name: str, *, bf16: bool, shake: bool = False, **more: Any
+    world: gs.World, name: str, *, bf16: bool, shake: bool = False, loses: int = -1, **more: Any
 ) -> dict[str, Tensor]:
     """Whole weights, on the CPU, after some steps with dropout and clipping; in several buckets,
-    with an embedding of more than one block of the norm."""
+    with an embedding of more than one block of the norm. In the second step that rank is lost."""
     sizes: Found = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 2048}
     shape = GPTConfig(**sizes, block_size=TOKENS, dropout=0.1)
     model = GPT(shape, seed=0).to(world.device)
@@ -90,14 +90,20 @@ def trained(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = gs.loader(Data(), world, **SIZES)
     for step in loader:
-        for leaf in step:
-            with sync.micro_step(last=leaf.is_last, index=leaf.index):
-                with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
-                    tokens, targets = (x.to(world.device) for x in (leaf.inputs, leaf.targets))
-                    loss = loss_sum(sync.forward(tokens), targets)
-                sync.backward(loss, leaf, reduction="sum")
-        shaken()
-        sync.step(optimizer, clip_norm=0.5)
+        for attempt in sync.attempts(step):
+            with attempt:
+                for leaf in step:
+                    with sync.micro_step(last=leaf.is_last, index=leaf.index):
+                        with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
+                            tokens, targets = (
+                                x.to(world.device) for x in (leaf.inputs, leaf.targets)
+                            )
+                            loss = loss_sum(sync.forward(tokens), targets)
+                        sync.backward(loss, leaf, reduction="sum")
+                shaken()
+                if (step.number, world.rank, world.world_size) == (1, loses, 3):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                sync.step(optimizer, clip_norm=0.5)
     weights = {name: tensor.cpu() for name, tensor in sync.replica.full_weights().items()}
     sync.close()
     return weights
@@ -173,6 +179,13 @@ def one_hash(world: gs.World, _: Path) -> Found:
         said: gs.weights_sha256(trained(world, name, bf16=True, **more).items())[:16]
         for said, name, more in ways
     }
+
+
+def survives(world: gs.World, _: Path) -> Found:
+    """One rank of three is lost: the others go on, with the same bits."""
+    weights = trained(world, "invariant", bf16=True, loses=1)
+    assert world.world_size == 2
+    return {"invariant": gs.weights_sha256(weights.items())[:16]}
 
 
 def some_ranks(world: gs.World, _: Path) -> Found:
@@ -298,7 +311,8 @@ def fails(world: gs.World, folder: Path) -> Found:
 CHECKS = {
     check.__name__: check
     for check in (
-        *(plain, exchanges, one_hash, strategies, own_loop, shaken, some_ranks, closes, fails),
+        *(plain, exchanges, one_hash, strategies, own_loop, shaken, survives, some_ranks, closes),
+        fails,
     )
 }
 
@@ -310,7 +324,9 @@ def main() -> None:
     limit_s = 15.0 if "fails" in names else 120.0
     if device == "cuda":
         torch.use_deterministic_algorithms(True)
-    with gs.init(device=device, seed=0, threads=1, timeout_s=limit_s) as world:
+    on_loss = "shrink" if "survives" in names else "end"
+    options = {"device": device, "timeout_s": limit_s, "on_loss": on_loss}
+    with gs.init(seed=0, threads=1, **options) as world:
         for name in names:
             faulthandler.dump_traceback_later(120, exit=True)
             began = time.monotonic()

@@ -48,6 +48,7 @@ PLAN: list[tuple[int, int, list[str]]] = [
     (1, 1, ["one_hash", "strategies"]),
     (2, 2, ["one_hash", "strategies", "shaken"]),
     (3, 3, ["one_hash"]),
+    (3, 3, ["survives"]),
     (4, 4, ["one_hash", "some_ranks"]),
     (4, 2, ["one_hash"]),
 ]
@@ -141,7 +142,7 @@ def equal_hashes(rows: list[Row]) -> Row:
     """Whether all numbers of ranks ended with one hash of each strategy."""
     hashes: dict[str, set[str]] = {}
     for row in rows:
-        if row.check in ("one_hash", "shaken") and row.held:
+        if row.check in ("one_hash", "shaken", "survives") and row.held:
             for each in row.found.split(", "):
                 name, _, value = each.rpartition(" ")
                 if name.endswith(("invariant", "zero1")):

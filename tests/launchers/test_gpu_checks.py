@@ -10,10 +10,10 @@ from support.launchers import run_python
 
 
 def test_they_hold_on_a_cpu() -> None:
-    plan = [(2, 2, ["plain", "exchanges", "own_loop", "closes", "one_hash"])]
+    plan = [(2, 2, ["plain", "exchanges", "own_loop", "closes", "one_hash"]), (3, 3, ["survives"])]
     rows = run.run_all("cpu", plan, ["exception"])
     assert [row.check for row in rows if not row.held] == [], rows
-    assert len(rows) == 7
+    assert len(rows) == 8
 
 
 def test_what_did_not_run_or_differs_is_seen() -> None:

@@ -325,30 +325,6 @@ def test_a_flipped_bit_is_found_and_its_rank_named(
         assert re.search(verdict, result.error), result.error
 
 
-@pytest.mark.parametrize("where", ["unseen", "state"])
-def test_a_flipped_bit_heals(
-    pool: Any,
-    data: Path,
-    tmp_path: Path,
-    undisturbed: Undisturbed,
-    where: str,
-) -> None:
-    """From the majority; two ranks have none."""
-    given = SyncConfig(weights="replicas", update="whole" if where == "state" else None)
-    changes = {"check_replicas_every": 1, "on_drift": "heal", "sync_options": given}
-    results = pool.run(flip_one_bit, 3, small_config(tmp_path / "3", data, **changes), where)
-    assert [result.exit_code for result in results] == [0] * 3, results[0].error
-    checks = read_run(tmp_path / "3").metrics["check/replicas_equal"]
-    assert [step for step, equal in checks if not equal] == [4]
-    assert {step for step, _ in checks} == set(range(7))
-    expected = undisturbed("invariant", 1).weights_sha256
-    assert results[0].summary["weights_sha256"] == expected
-    results = pool.run(flip_one_bit, 2, small_config(tmp_path / "2", data, **changes), where)
-    assert "without a majority" in results[0].error
-    checks = read_run(tmp_path / "2").metrics["check/replicas_equal"]
-    assert [step for step, equal in checks if not equal] == [4]
-
-
 def test_no_checkpoint_is_written_of_replicas_that_differ(
     pool: Any, data: Path, tmp_path: Path
 ) -> None:

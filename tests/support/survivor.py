@@ -6,7 +6,8 @@ numbers, with a + for each time that they were started again. It writes what it 
 
 Among the kills: `wait:STEP`, before that step rank 0 waits for a rank that was started again;
 `until:SIZE`, before each step after the first one it waits for as many ranks; `saves`, after each
-step; `differs`, a rank that was started again has another learning rate.
+step; `differs`, a rank that was started again has another learning rate; `late`, sums arrive
+behind the host, as on a GPU, and those that a lost rank leaves open are garbage.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, cast
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -38,7 +40,7 @@ def main(out: str, strategy: str, *kills: str) -> None:
     strategy, _, own = strategy.partition(":")
     me = os.environ.get("RANK", "0") + "+" * int(os.environ.get("GRADSYNC_REJOIN", "0"))
     once: list[str] = []
-    now, first = 0, int(os.environ.get("WORLD_SIZE", "1"))
+    now, queued, first = 0, False, int(os.environ.get("WORLD_SIZE", "1"))
 
     def dies(place: str) -> None:
         if f"{me}:{now}:{place}" in kills:
@@ -86,11 +88,33 @@ def main(out: str, strategy: str, *kills: str) -> None:
         commit = recovery.commit
 
         def dying_commit(barrier: Callable[[], None], *, evaluates: bool = False) -> None:
+            nonlocal queued
+            queued = not evaluates
             dies("evaluated" if evaluates else "reduced")
             commit(barrier, evaluates=evaluates)
             dies("done" if evaluates else "committed")
 
         recovery.commit = dying_commit
+
+        def arrive(_: torch.device) -> None:
+            nonlocal queued
+            if not queued:
+                return
+            queued = False
+            dies("queued")
+            if any(kill[2:] == f"{now}:queued" for kill in kills) and world.world_size == first:
+                while not recovery.lost:
+                    time.sleep(0.01)
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 1e3)
+                if f"1:{now}:queued" in kills and world.is_main:
+                    raise ValueError("rank 0 found garbage")
+
+        if "late" in kills:
+            object.__setattr__(world, "device_name", "cpu:0")
+            torch.cuda.synchronize = arrive  # type: ignore[assignment]
+            init = dist.init_process_group
+            dist.init_process_group = lambda *_, **named: init(*_, **named | {"device_id": None})
         group = cast("Any", recovery)._group
         regroup = group.regroup
 

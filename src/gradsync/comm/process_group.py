@@ -383,7 +383,7 @@ class ProcessGroupCommunicator:
         """`run(tensor, group)`, through a copy where needed."""
         there, group = self._readable(tensor), self._group_for(tensor)
         work = run(there, group)
-        if self.lost is not None:
+        if self.lost is not None and not there.is_cuda:  # NCCL's waits only queue, or abort
             work = Interruptible(work, self.lost)
         return work if there is tensor else Then(work, partial(tensor.copy_, there))
 

@@ -205,6 +205,17 @@ abort_process_groups = dist.distributed_c10d._abort_process_group
 """Abort NCCL's groups with pending operations: destroying them waits for those, maybe forever."""
 
 
+def abort_nccl() -> None:
+    """End what NCCL's groups have under way: tensors keep garbage, and whatever waits for them goes
+    on. All groups in one call: an abort may wait for another group's kernels (pytorch #119797)."""
+    groups = [group for group in process_groups() if "cuda" in device_types(group)]
+    if groups:
+        backend_of(groups[0], "cuda")._group_start()
+        for group in reversed(groups):
+            group.abort()
+        backend_of(groups[0], "cuda")._group_end()
+
+
 def flight_record() -> str:
     """Entries of torch's flight recorder on this process's collectives, as JSON; "" if it is empty
     or off (TORCH_FR_BUFFER_SIZE)."""

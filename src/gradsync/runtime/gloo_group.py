@@ -44,10 +44,15 @@ class SendingThread(threading.Thread):
 def run_or_leave(call: Callable[[], None], leaves: Callable[[], bool]) -> bool:
     """Run `call` on a thread, and raise what it raises; False if `leaves` became true meanwhile,
     and it waits on: the thread is left behind."""
+    import torch
+
     outcome: list[BaseException | None] = []
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
         try:
+            if device is not None:  # each thread begins on GPU 0
+                torch.cuda.set_device(device)
             call()
             outcome.append(None)
         except BaseException as error:

@@ -26,6 +26,7 @@ from weakref import WeakSet
 
 from gradsync.errors import ConfigError, LostPeerError, PeerError
 from gradsync.runtime.failure import communication_error, symptom
+from gradsync.runtime.gloo_group import run_or_leave
 from gradsync.runtime.membership import Move, Report, admits, finishes, next_move
 from gradsync.runtime.peers import process_state
 from gradsync.runtime.rejoin import Admission, Lobby
@@ -114,7 +115,7 @@ class Handle(Protocol):
         """Hyper-parameters of the optimizers that were saved with the model."""
         ...
 
-    def check_replicas(self, optimizer: Any) -> bool:
+    def check_replicas(self, optimizer: Any) -> None:
         """Raise DriftError on all ranks unless they hold the same bits."""
         ...
 
@@ -173,6 +174,11 @@ class Recovery:
         """This rank's number as the launcher counts."""
         return self._names[self.world.rank]
 
+    @property
+    def sums_aborted(self) -> bool:
+        """Whether sums on the device may be garbage, since a rank is lost: NCCL's were aborted."""
+        return self.lost and self.world.device_name != "cpu"
+
     def is_lost(self, generation: int) -> bool:
         """Whether a rank of the group of that generation is lost; the caller then gives up waiting.
         The others may have a new group before it looks."""
@@ -187,6 +193,12 @@ class Recovery:
         Raises:
             RuntimeError: the barrier's own error: the step must begin again, or the run must end.
         """
+        if self.world.device_name != "cpu":  # sums may be under way
+            import torch
+
+            torch.cuda.synchronize(self.world.device)
+            if self.sums_aborted:
+                raise LostPeerError("a rank was lost before all sums had arrived")
         try:
             barrier()
         except RuntimeError as error:
@@ -201,14 +213,21 @@ class Recovery:
         lost meanwhile is recovered from, too."""
         while self._stale:
             try:
-                for handle in sorted(self.handles, key=lambda each: each.number):
-                    handle.regroup()  # its messages go in one order on all ranks
+                if self.world.device_name == "cpu":
+                    self._regroup_handles()
+                elif not run_or_leave(self._regroup_handles, lambda: self.lost):
+                    self.abandoned = True  # NCCL's groups wait until the timeout
+                    raise LostPeerError("a rank was lost while groups were made")
             except RuntimeError as error:
                 if not again or communication_error(error) is None:
                     raise
                 self.recover(error)
             else:
                 self._stale = False
+
+    def _regroup_handles(self) -> None:
+        for handle in sorted(self.handles, key=lambda each: each.number):
+            handle.regroup()  # its messages go in one order on all ranks
 
     def recover(
         self,

@@ -163,8 +163,8 @@ class Session:
                 asks = partial(getattr, stop, "requested")
                 self._world = replace(self.world, asks_to_stop=asks)
             if self.options.on_loss == "shrink":
-                if "nccl" in self._backend or sys.platform != "linux":
-                    raise ConfigError("on_loss='shrink' needs Gloo on Linux; take on_loss='end'")
+                if "gloo" not in self._backend or sys.platform != "linux":
+                    raise ConfigError("on_loss='shrink' needs Gloo, beside NCCL too, and Linux")
                 times = {name: getattr(self.options, name) for name in ("silence_s", "timeout_s")}
                 name = resolution.world.rank if self._joined_key else None
                 recovery = Recovery(self, **times, outside=name)
@@ -191,7 +191,9 @@ class Session:
         cause = None
         if orderly:
             self._put_hook_back()
-            self._close_lobby(75 if isinstance(error, SystemExit) and error.code == 75 else 0)
+            if self._meeting is not None and self.world.recovery and not self.world.waits_to_join:
+                with suppress(RuntimeError):  # the store is gone
+                    self._meeting.lobby.close(getattr(error, "code", None) or 0)
         else:  # the error that ends the session may end the program
             self._hook()
         try:
@@ -204,24 +206,13 @@ class Session:
                 self._meeting.say_farewell(_FAREWELL_S)
                 cause = watch.peer_failure()
             else:
-                import torch.distributed as dist
-
-                from gradsync.core.torch_private import abort_process_groups
-
                 cause = watch.settle(error)
-                if self.world.device_name != "cpu" and dist.is_initialized():
-                    abort_process_groups()
+                if self.world.device_name != "cpu":
+                    self._destroy_group(abort=True)
         finally:
             self._stack.close()
         if cause is not None:
             raise cause from cause.__cause__
-
-    def _close_lobby(self, code: int) -> None:
-        """Let ranks that wait to join leave, too."""
-        if self._meeting is not None and self.world.recovery is not None:
-            with suppress(RuntimeError):  # the store is gone
-                if not self.world.waits_to_join:
-                    self._meeting.lobby.close(code)
 
     def _hook(self) -> None:
         launched, rank = self._env.get("ROLE_NAME") == LAUNCHED, self.world.rank
@@ -359,9 +350,13 @@ class Session:
 
     def _cut(self) -> None:
         self._lost = True
-        self._connections.cut(self.options.timeout_s)
         if (recovery := self.world.recovery) is not None:
-            recovery.lost = True
+            recovery.lost = True  # before sums are aborted, see `Recovery.commit`
+        self._connections.cut(self.options.timeout_s)
+        if "nccl" in self._backend:
+            from gradsync.core.torch_private import abort_nccl
+
+            abort_nccl()
 
     @property
     def lobby(self) -> Lobby | None:
@@ -407,6 +402,8 @@ class Session:
 
     def regroup(self, number: int, presences: Sequence[Presence]) -> None:
         """See `recovery.Group`."""
+        import torch
+
         from gradsync.core.torch_private import process_groups
 
         meeting, world, me = self._meeting, self.world, self._me
@@ -415,7 +412,9 @@ class Session:
         wait_until_workers_sleep()  # [Note: Destroying a gloo group]
         if world.recovery.abandoned:
             keep_forever(process_groups())  # a worker still waits: the destructor would join it
-        self._destroy_group()
+        self._destroy_group(abort="nccl" in self._backend)
+        if world.device_name != "cpu":  # kernels of the step may still write
+            torch.cuda.synchronize(world.device)
         world.recovery.lost = world.recovery.abandoned = False
         self.presences = [*presences]
         ones = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
@@ -476,6 +475,8 @@ class Session:
             "MASTER_ADDR": meeting.address,
             "MASTER_PORT": str(meeting.port),
         } | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
+        if shrinks:  # else NCCL's watchdog ends the process when a rank is lost
+            variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         self._stack.enter_context(environ.exported(variables))
         dist.init_process_group(
             self._backend,
@@ -496,12 +497,15 @@ class Session:
             # All ranks, float32 [1], CPU: a rank that leaves at once fails those still connecting.
             dist.all_reduce(torch.zeros(1))
 
-    def _destroy_group(self) -> None:
-        """Destroy our group, unless the program has; it may have made another one."""
+    def _destroy_group(self, *, abort: bool = False) -> None:
+        """Destroy our group, unless the program has; it may have made another one. `abort` what it
+        has under way."""
         import torch.distributed as dist
 
+        from gradsync.core.torch_private import abort_process_groups
+
         if self._group is not None and dist.group.WORLD is self._group:
-            dist.destroy_process_group()
+            (abort_process_groups if abort else dist.destroy_process_group)()
         self._group = None
 
 
@@ -554,9 +558,9 @@ def init(
         catch_stop: let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP make the `stop` of `sync.step`'s result
             true, on all ranks after the same step. A second Ctrl-C ends the program.
         on_loss: "shrink" goes on without a rank that dies or is stopped, with the same bits under
-            `invariant`, on Linux over gloo. Write the step in `for attempt in
-            sync.attempts(batch):`, and start it by `gradsync launch --on-loss shrink`, which leaves
-            the others alive. "end" ends the run.
+            `invariant`, on Linux; over NCCL it has not been tried. Write the step in `for attempt
+            in sync.attempts(batch):`, and start it by `gradsync launch --on-loss shrink`, which
+            leaves the others alive. "end" ends the run.
         report_wait_s: seconds after which a wait for another rank is reported, with that rank's
             current line (docs/guide/when-it-hangs.md).
         stacks_dir: folder for each rank's stacks when a rank is late or dead; by default a private

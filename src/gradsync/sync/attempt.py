@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from gradsync.comm.groups import communicator
 from gradsync.data.micro_batch import Batch
-from gradsync.errors import ConfigError, DriftError
+from gradsync.errors import ConfigError, DriftError, LostPeerError
 from gradsync.runtime.failure import communication_error
 from gradsync.runtime.recovery import Recovery
 from gradsync.runtime.seeds import kept_generators
@@ -86,6 +86,8 @@ class Attempt:
             if not self._batches and recovery.committed == committed:
                 error = self._end_together(recovery)
         recovery.in_attempt = False
+        if recovery.sums_aborted and isinstance(error, Exception):  # garbage was read
+            error = LostPeerError(f"a rank was lost before {error!r}")
         if error is None or recovery.committed > committed or communication_error(error) is None:
             self._generators.pop_all()
             return False

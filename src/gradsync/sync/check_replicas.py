@@ -18,7 +18,6 @@ n < 2**31. Bits are compared, not numbers: 0.0 and -0.0 differ, and so do NaNs w
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +31,6 @@ from gradsync.errors import ConfigError, DriftError
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-log = logging.getLogger("gradsync")
 
 IN_DDP = (
     "torch's DistributedDataParallel synchronises this model already (Accelerate, Fabric and "
@@ -184,7 +181,6 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
 
 _PIECE = 1 << 17
 """Number of integers widened to 64 bits at a time: 1 MiB stays in the cache."""
-_BACK = "; go back to a checkpoint from before"
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """Dtype used to read elements of 1 or 2 bytes; longer ones are read as int32."""
 
@@ -196,8 +192,7 @@ def check_replicas(
     step: int | None = None,
     ranks: Sequence[int] | None = None,
     edited: Sequence[int] = (),
-    heal: bool = False,
-) -> bool:
+) -> None:
     """Check that all ranks hold the same bits in the same named tensors.
 
     About 2 ns per element on a CPU core. One all-gather, int64 [1], of a digest over all hashes
@@ -210,37 +205,16 @@ def check_replicas(
         step: for the message.
         ranks: names of the ranks of `comm` in messages, unless `comm` is the whole run.
         edited: ranks known to have changed their tensors.
-        heal: if more than half of the ranks agree in all tensors, copy their values to the others
-            (a broadcast of each tensor that differs) and return.
-
-    Returns:
-        Whether something was healed; rank 0 of `comm` logs what.
 
     Raises:
         DriftError: on every rank, names the first tensor that differs and the ranks in the
             minority; without a majority (always so on two ranks) it names both sides.
     """
-    named = list(tensors)
-    found = {name: hash_bits(tensor) for name, tensor in named}
+    found = {name: hash_bits(tensor) for name, tensor in tensors}
     table = torch.stack(list(found.values())).cpu().tolist() if found else []  # one wait
     mine: dict[str, list[int]] = dict(zip(found, table, strict=True))
-    if same_on_all_ranks(comm, repr(mine).encode()):
-        return False
-    by_rank = all_gather_json(comm, mine)
-    said = _difference(by_rank, step, ranks, edited)
-    sides = group_ranks([json.dumps(hashes) for hashes in by_rank]).values()
-    majority = max(sides, key=len)
-    same_list = all(list(hashes) == list(mine) for hashes in by_rank)
-    if not (heal and same_list and 2 * len(majority) > comm.world_size):
-        raise DriftError(said)
-    for name, tensor in named:
-        if any(hashes[name] != mine[name] for hashes in by_rank):
-            whole = tensor.detach().contiguous()
-            comm.broadcast(whole, majority[0]).wait()
-            tensor.detach().copy_(whole)
-    if comm.rank == 0:
-        log.warning("%s; the majority's bits were copied", said.removesuffix(_BACK))
-    return True
+    if not same_on_all_ranks(comm, repr(mine).encode()):
+        raise DriftError(_difference(all_gather_json(comm, mine), step, ranks, edited))
 
 
 def hash_bits(tensor: Tensor) -> Tensor:
@@ -307,4 +281,4 @@ def _difference(
         verdict = (
             f"{parts} hold different bits, and without a majority it cannot be said which is right"
         )
-    return f"{where}: {verdict}{_BACK}"
+    return f"{where}: {verdict}; go back to a checkpoint from before"

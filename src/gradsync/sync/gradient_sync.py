@@ -269,8 +269,7 @@ class GradientSync:
                 or orders of samples (`micro_batch`) differ between ranks; a parameter is in two
                 optimizers or not in this model; the strategy cannot shard an optimizer; `scale`
                 under a strategy that cannot skip a step; no rank had a backward since the last
-                step;
-                `loss.backward()` instead of `sync.backward`; a parameter was added or became
+                step; `loss.backward()` instead of `sync.backward`; a parameter was added or became
                 trainable after `gs.replicate`; and see `backward`.
             RunError: on all ranks, before any update: weights changed since the last step on some
                 ranks, and differ.
@@ -514,12 +513,8 @@ class GradientSync:
         self.replica.synchronize_replicas()
 
     def check_replicas(
-        self,
-        optimizer: Optimizers | None = None,
-        *,
-        step: int | None = None,
-        heal: bool = False,
-    ) -> bool:
+        self, optimizer: Optimizers | None = None, *, step: int | None = None
+    ) -> None:
         """Check that all ranks hold the same bits: compares a hash per parameter and buffer.
 
         All ranks call it between two steps, after `step` and before the next step's first
@@ -530,14 +525,9 @@ class GradientSync:
         Args:
             optimizer: compare its state too; not under strategies that shard it.
             step: number of the step, for the message.
-            heal: copy the bits that more than half of the ranks hold to the others, with a warning.
-
-        Returns:
-            Whether the bits were equal before; False if something was healed.
 
         Raises:
-            RunError: on every rank: names the first tensor that differs, the step and the ranks;
-                with `heal` only if no majority agrees.
+            RunError: on every rank: names the first tensor that differs, the step and the ranks.
             ConfigError: under a strategy whose ranks differ on purpose.
         """
         if not self._equal:
@@ -547,11 +537,7 @@ class GradientSync:
             )
         self.replica.wait()
         optimizers = [] if optimizer is None else each_optimizer(optimizer)
-        tensors = replica_tensors(self.model, optimizers)
-        healed = check_replicas(tensors, self.comm, step=step, heal=heal)
-        if healed and self._parts.watch:
-            self._parts.watch.remember(*optimizers)
-        return not healed
+        check_replicas(replica_tensors(self.model, optimizers), self.comm, step=step)
 
     def close(self) -> None:
         """Remove the hooks from the model, which stays usable.

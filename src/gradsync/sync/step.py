@@ -221,7 +221,7 @@ def _metadata(
     parts: StepParts, call: StepCall, used: list[bool], counts: Sequence[int]
 ) -> StepMetadata:
     """What this rank tells the others."""
-    loss, watch = call.loss, parts.watch
+    loss, watch, recovery = call.loss, parts.watch, parts.recovery
     order, dealt = ("", 0.0) if loss is None else loss.source()
     return StepMetadata(
         used=used,
@@ -232,7 +232,7 @@ def _metadata(
         discard=call.discard,
         changed=watch is not None and watch.changed(),
         late=call.late,
-        rank_waits=_one_waits(parts),
+        rank_waits=recovery is not None and parts.comm.rank == 0 and recovery.one_waits(),
         marks={
             "model": parts.number,
             "data": mark_of(order.encode()) if order else None,
@@ -241,11 +241,6 @@ def _metadata(
             "buffers": parts.buffers.mark,
         },
     )
-
-
-def _one_waits(parts: StepParts) -> bool:
-    """Whether a rank that was started again waits to join, as rank 0 knows."""
-    return parts.recovery is not None and parts.comm.rank == 0 and parts.recovery.one_waits()
 
 
 def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:

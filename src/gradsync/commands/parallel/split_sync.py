@@ -255,16 +255,10 @@ class SplitSync:
         return result
 
     def check_replicas(
-        self,
-        optimizer: Optimizers | None = None,
-        *,
-        step: int | None = None,
-        heal: bool = False,
-    ) -> bool:
+        self, optimizer: Optimizers | None = None, *, step: int | None = None
+    ) -> None:
         """Check that the replicas of each part have the same bits; see
         `GradientSync.check_replicas`."""
         layout, place = self._part.layout, self._part.place
         ranks = [layout.rank(replace(place, data=index)) for index in range(layout.dp)]
-        tensors, group = self.model.named_parameters(), self.groups.data
-        healed = check_replicas(tensors, group, step=step, ranks=ranks, heal=heal)
-        return not healed
+        check_replicas(self.model.named_parameters(), self.groups.data, step=step, ranks=ranks)

@@ -273,9 +273,6 @@ class TrainConfig:
     check_replicas_every: int = 0
     """Optimizer steps between bitwise comparisons of all ranks' weights, made before a step's
     update can hide a difference; also before each checkpoint. 0 for none."""
-    on_drift: Literal["stop", "heal"] = "stop"
-    """After a failed comparison of weights: stop; or heal: copy the majority's and go on. Without a
-    majority the run stops."""
     on_loss: Literal["end", "shrink"] = "end"
     """When a rank dies or is stopped: end; or shrink: the others form a new group, share its
     micro-batches, and go on with the same step (sync=invariant: the same bits)."""
@@ -314,10 +311,6 @@ class TrainConfig:
         _require(
             self.compile != "ddp" or self.sync == "ddp",
             f"compile=ddp wraps torch DDP, but sync={self.sync}; use compile=model",
-        )
-        _require(
-            self.on_drift == "stop" or bool(self.check_replicas_every),
-            "on_drift=heal heals what a check finds: set check_replicas_every too",
         )
         _require(
             self.on_loss == "end" or not self.parallel,

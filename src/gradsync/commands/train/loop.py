@@ -272,20 +272,19 @@ class Trainer:
 
     def _check_replicas(self, step: int) -> None:
         """Compare all ranks' bits, and record whether they are equal; DriftError ends the run."""
-        sync, heal, drift = self.learner.sync, self.config.on_drift == "heal", None
-        equal = False
+        drift: DriftError | None = None
         for attempt in self.attempts():
             self.follow_group(step)
             with attempt:
                 drift = None
                 try:
-                    equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
+                    self.learner.sync.check_replicas(self.learner.optimizer, step=step)
                 except DriftError as error:
                     drift = error
         self.follow_group(step)
         # Rank 0 of a split model knows only its part.
         if self.world.is_distributed and not self.config.parallel:
-            self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(equal)})
+            self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(drift is None)})
         if drift is not None:
             raise drift
 

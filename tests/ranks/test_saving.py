@@ -248,6 +248,8 @@ def test_what_is_not_of_this_run_is_refused(tmp_path: Path) -> None:
     sync = replicate(other, comm=SingleCommunicator())
     with pytest.raises(ConfigError, match=r"has no weight '.*', which"):
         gs.load(tmp_path / "mine", model=other)
+    with pytest.raises(ConfigError, match=r"GradientSync is not .*: give the model that"):
+        gs.load(tmp_path / "mine", model=sync)  # pyrefly: ignore
     sync.close()
     model = Net()
     sync = alone(model)

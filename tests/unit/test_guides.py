@@ -35,7 +35,7 @@ from gradsync.runtime.resolve import resolve
 from gradsync.runtime.store import host_store
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
-from support.fork_server import run_forked
+from support.fork_server import WITH_RANKS, run_forked
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
@@ -58,9 +58,9 @@ assert wait_until_workers_sleep(20.0)
 """
 
 
-def python_of(text: str) -> str:
+def python_of(text: str, between: str = "\n") -> str:
     """All Python of a page, one block after the other."""
-    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    return between.join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,28 @@ def test_python_runs_on_one_rank(guide: Path, tmp_path: Path) -> None:
     """In the order of the page, each block with the names of those before it."""
     program = PROCESS_GROUP + python_of(guide.read_text()) + EPILOGUE
     (tmp_path / "page.py").write_text(program)
-    done = run_forked([tmp_path / "page.py"])[0].ok()
+    done = run_forked([tmp_path / "page.py"], cwd=tmp_path)[0].ok()
     assert len(done.stdout.splitlines()) == program.count("print(")
+
+
+def test_the_script_that_saves_goes_on_after_stops(tmp_path: Path) -> None:
+    """On other numbers of ranks, with the weights of a run without stops."""
+    page = next(path for path in GUIDES if path.name == "training-loop.md").read_text()
+    (script,) = [text for text in python_of(page, "\0").split("\0") if "SystemExit(75)" in text]
+    loop = "    for batch in loader:\n"
+    assert script.count(loop) == 1
+    stop = "        if batch.number in (20, 50):\n            signal.raise_signal(signal.SIGTERM)\n"
+    (tmp_path / "whole.py").write_text(script.replace("runs/mine", "runs/whole"))
+    (tmp_path / "stops.py").write_text("import signal\n" + script.replace(loop, loop + stop))
+
+    def run(name: str, ranks: int) -> tuple[int, str]:
+        launch = ["-m", "gradsync", "launch", "--nproc-per-node", ranks, name]
+        (done,) = run_forked(launch, [WITH_RANKS], cwd=tmp_path)
+        return done.returncode, done.stdout
+
+    code, weights = run("whole.py", 1)
+    assert (code, weights[:8]) == (0, "weights ")
+    assert [run("stops.py", ranks) for ranks in (2, 1, 2)] == [(75, ""), (75, ""), (0, weights)]
 
 
 FIVE = (ROOT / "docs" / "guide" / "from-five-documents.md").read_text()

@@ -186,8 +186,8 @@ class Loader:
         self.close()
         if self._samples >= self._stop and self._world.is_main:
             log.warning(
-                "gs.loader has given all that num_epochs= asks for, and gives nothing now: all "
-                "passes are one loop, which loader.epoch counts"
+                "gs.loader gives no batches: all epochs of num_epochs= are done. Either gs.load "
+                "restored a finished run, or this is a second loop: one loop gives all epochs"
             )
         batches = self._open_batches()
         finalizing = sys.is_finalizing  # at exit this module's names may be gone
@@ -404,11 +404,11 @@ def check_state(
 
 def size_of(dataset: Any) -> int:
     """Number of samples; DataError when the data set is not map-style."""
+    if isinstance(dataset, DataLoader):
+        raise DataError("this is a DataLoader: give its data set instead (its .dataset)")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise DataError(
-            f"{type(dataset).__name__} has no __len__ and __getitem__: take the data set of a "
-            "DataLoader, and gs.stream_loader for an iterable one"
-        )
+        kind = type(dataset).__name__
+        raise DataError(f"{kind} has no __len__ and __getitem__; gs.stream_loader takes iterables")
     return len(dataset)
 
 

@@ -42,9 +42,9 @@ def save(
     """Save a run after `step` steps as `folder/step-…`, and write it while training goes on.
 
     All ranks call it, between two steps; rank 0 writes. The step waits for a copy only. The next
-    save waits for the write, and so does `sync.close`. After a step whose result says `stop`, it is
-    written on return. Under `gs.init(on_loss="shrink")` ranks that were started again join
-    before the next step.
+    save, `sync.close` and the program's end wait for the write; the end of `gs.init` does not.
+    After a step whose result says `stop`, it is written on return. Under
+    `gs.init(on_loss="shrink")` ranks that were started again join before the next step.
 
     Args:
         folder: of this model's checkpoints; no other run or model may write there.
@@ -204,7 +204,8 @@ def _read(handle: GradientSync, place: Path, tensors: dict[str, Tensor]) -> dict
 def _handle_of(model: nn.Module) -> GradientSync:
     handle = model.__dict__.get(HANDLE)
     if handle is None or handle.model is not model:
-        raise ConfigError("this model is not replicated: give the one that gs.replicate was given")
+        kind = type(model).__name__
+        raise ConfigError(f"{kind} is not replicated: give the model that gs.replicate was given")
     return handle
 
 

@@ -307,7 +307,7 @@ def test_another_global_batch_goes_on_at_the_same_sample() -> None:
         (Numbers(8), {"worker_options": {"timeout": 1, "in_order": 0}}, "; got 'in_order'"),
         (Numbers(0), {}, "no samples"),
         (iter([1]), {}, "list_iterator has no __len__"),
-        (torch.utils.data.DataLoader(Numbers(4)), {}, "DataLoader has no __len__ and __getitem__"),
+        (torch.utils.data.DataLoader(Numbers(4)), {}, "a DataLoader: give its data set instead"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(
@@ -471,13 +471,17 @@ def test_a_loader_without_a_seed_takes_that_of_init() -> None:
     )
 
 
-def test_a_loader_at_its_end_says_that_it_gives_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    one = loader(range(12), World(), **OPTIONS, num_epochs=1)
+def test_a_loader_at_its_end_says_why_it_gives_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """To a second loop, and to a run that was over before it was started again."""
+    one, again = (loader(range(12), World(), **OPTIONS, num_epochs=1) for _ in range(2))
     assert len(list(one)) == 1
     assert not caplog.messages
-    assert list(one) == []
-    (said,) = caplog.messages
-    assert "gives nothing now: all passes are one loop" in said
+    again.load_state_dict(one.state_dict())
+    assert list(one) == list(again) == []
+    assert len(caplog.messages) == 2
+    for said in caplog.messages:
+        assert "gs.load restored a finished run" in said
+        assert "one loop gives all epochs" in said
 
 
 def stream(rank: int, **options: Any) -> StreamLoader:

@@ -174,11 +174,6 @@ class Recovery:
         """This rank's number as the launcher counts."""
         return self._names[self.world.rank]
 
-    @property
-    def sums_aborted(self) -> bool:
-        """Whether sums on the device may be garbage, since a rank is lost: NCCL's were aborted."""
-        return self.lost and self.world.device_name != "cpu"
-
     def is_lost(self, generation: int) -> bool:
         """Whether a rank of the group of that generation is lost; the caller then gives up waiting.
         The others may have a new group before it looks."""
@@ -193,11 +188,11 @@ class Recovery:
         Raises:
             RuntimeError: the barrier's own error: the step must begin again, or the run must end.
         """
-        if self.world.device_name != "cpu":  # sums may be under way
+        if self.world.device_name != "cpu":  # sums may be under way, or aborted: then garbage
             import torch
 
             torch.cuda.synchronize(self.world.device)
-            if self.sums_aborted:
+            if self.lost:
                 raise LostPeerError("a rank was lost before all sums had arrived")
         try:
             barrier()
@@ -213,21 +208,19 @@ class Recovery:
         lost meanwhile is recovered from, too."""
         while self._stale:
             try:
-                if self.world.device_name == "cpu":
-                    self._regroup_handles()
-                elif not run_or_leave(self._regroup_handles, lambda: self.lost):
-                    self.abandoned = True  # NCCL's groups wait until the timeout
-                    raise LostPeerError("a rank was lost while groups were made")
+                for handle in sorted(self.handles, key=lambda each: each.number):
+                    # Its messages go in one order on all ranks.
+                    if self.world.device_name == "cpu":
+                        handle.regroup()
+                    elif not run_or_leave(handle.regroup, lambda: self.lost):
+                        self.abandoned = True  # NCCL's groups wait until the timeout
+                        raise LostPeerError("a rank was lost while groups were made")
             except RuntimeError as error:
                 if not again or communication_error(error) is None:
                     raise
                 self.recover(error)
             else:
                 self._stale = False
-
-    def _regroup_handles(self) -> None:
-        for handle in sorted(self.handles, key=lambda each: each.number):
-            handle.regroup()  # its messages go in one order on all ranks
 
     def recover(
         self,

@@ -86,7 +86,8 @@ class Attempt:
             if not self._batches and recovery.committed == committed:
                 error = self._end_together(recovery)
         recovery.in_attempt = False
-        if recovery.sums_aborted and isinstance(error, Exception):  # garbage was read
+        on_gpu, failed = recovery.world.device_name != "cpu", isinstance(error, Exception)
+        if on_gpu and failed and recovery.lost:  # it may have read aborted sums
             error = LostPeerError(f"a rank was lost before {error!r}")
         if error is None or recovery.committed > committed or communication_error(error) is None:
             self._generators.pop_all()

@@ -89,23 +89,19 @@ def test_ranks_may_share_a_gpu_where_nccl_lets_them(monkeypatch: pytest.MonkeyPa
         check_not_shared(["h0"] * 3, each)
 
 
-def test_sums_of_all_groups_are_aborted_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newest first, and not of groups that NCCL has no part in; see pytorch #119797."""
-    done: list[str] = []
+def test_sums_of_all_groups_are_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort may wait for another group's kernels: these wait for each other."""
+    both = threading.Barrier(2, timeout=20)
+    aborted: list[int] = []
 
-    def backend(group: str, device: str) -> Any:
-        note = {end: lambda end=end: done.append(end) for end in ("_group_start", "_group_end")}
-        return SimpleNamespace(**note)
-
-    def made(name: str, *kinds: str) -> Any:
+    def made(*kinds: str) -> Any:
         types = [SimpleNamespace(type=kind) for kind in kinds]
-        return SimpleNamespace(_device_types=types, abort=lambda: done.append(name))
+        return SimpleNamespace(_device_types=types, abort=lambda: aborted.append(both.wait()))
 
-    groups = [made("all", "cpu", "cuda"), made("small", "cpu"), made("lane", "cpu", "cuda")]
+    groups = [made("cpu", "cuda"), made("cpu"), made("cpu", "cuda")]
     monkeypatch.setattr(torch_private, "process_groups", lambda: groups)
-    monkeypatch.setattr(torch_private, "backend_of", backend)
     torch_private.abort_nccl()
-    assert done == ["_group_start", "lane", "all", "_group_end"]
+    assert sorted(aborted) == [0, 1]
 
 
 def test_a_limit_of_one_backend() -> None:

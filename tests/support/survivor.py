@@ -7,7 +7,8 @@ numbers, with a + for each time that they were started again. It writes what it 
 Among the kills: `wait:STEP`, before that step rank 0 waits for a rank that was started again;
 `until:SIZE`, before each step after the first one it waits for as many ranks; `saves`, after each
 step; `differs`, a rank that was started again has another learning rate; `late`, sums arrive
-behind the host, as on a GPU, and those that a lost rank leaves open are garbage.
+behind the host, as on a GPU, and those that a lost rank leaves open are garbage; `uneven`, ranks
+have made different numbers of groups.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ def main(out: str, strategy: str, *kills: str) -> None:
 
         def dying_regroup(number: int, presences: list[Any]) -> None:
             dies("remade")
+            if "uneven" in kills and world.is_main:  # as after a group that only others have made
+                dist.distributed_c10d._world.group_count += 1
             regroup(number, presences)
 
         group.regroup = dying_regroup

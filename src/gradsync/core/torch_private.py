@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -205,15 +206,24 @@ abort_process_groups = dist.distributed_c10d._abort_process_group
 """Abort NCCL's groups with pending operations: destroying them waits for those, maybe forever."""
 
 
+NCCL_ENDS_BY = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+"""Variables by which NCCL's watchdog, or its monitor, ends a process that has lost a peer."""
+
+
 def abort_nccl() -> None:
     """End what NCCL's groups have under way: tensors keep garbage, and whatever waits for them goes
-    on. All groups in one call: an abort may wait for another group's kernels (pytorch #119797)."""
+    on. All groups at once: an abort may wait for another group's kernels (pytorch #119797)."""
     groups = [group for group in process_groups() if "cuda" in device_types(group)]
-    if groups:
-        backend_of(groups[0], "cuda")._group_start()
-        for group in reversed(groups):
-            group.abort()
-        backend_of(groups[0], "cuda")._group_end()
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(5.0)
+
+
+def number_groups_anew() -> None:
+    """Name the next process group as the first one; one that could not be made took a number."""
+    dist.distributed_c10d._world.group_count = 0
 
 
 def flight_record() -> str:

@@ -194,6 +194,7 @@ class Recovery:
             torch.cuda.synchronize(self.world.device)
             if self.lost:
                 raise LostPeerError("a rank was lost before all sums had arrived")
+            barrier()  # none has aborted so far: that may end others' sums, with garbage
         try:
             barrier()
         except RuntimeError as error:
@@ -208,8 +209,8 @@ class Recovery:
         lost meanwhile is recovered from, too."""
         while self._stale:
             try:
+                # Their messages go in one order on all ranks.
                 for handle in sorted(self.handles, key=lambda each: each.number):
-                    # Its messages go in one order on all ranks.
                     if self.world.device_name == "cpu":
                         handle.regroup()
                     elif not run_or_leave(handle.regroup, lambda: self.lost):

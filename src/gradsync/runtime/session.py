@@ -208,6 +208,7 @@ class Session:
             else:
                 cause = watch.settle(error)
                 if self.world.device_name != "cpu":
+                    wait_until_workers_sleep()
                     self._destroy_group(abort=True)
         finally:
             self._stack.close()
@@ -349,11 +350,11 @@ class Session:
     # -- after a loss, see recovery.py
 
     def _cut(self) -> None:
-        self._lost = True
+        again, self._lost = self._lost, True
         if (recovery := self.world.recovery) is not None:
             recovery.lost = True  # before sums are aborted, see `Recovery.commit`
         self._connections.cut(self.options.timeout_s)
-        if "nccl" in self._backend:
+        if "nccl" in self._backend and not again:
             from gradsync.core.torch_private import abort_nccl
 
             abort_nccl()
@@ -410,16 +411,15 @@ class Session:
         assert meeting is not None, "there were other ranks"
         assert me is not None, "it has met them"
         wait_until_workers_sleep()  # [Note: Destroying a gloo group]
-        if world.recovery.abandoned:
-            keep_forever(process_groups())  # a worker still waits: the destructor would join it
-        self._destroy_group(abort="nccl" in self._backend)
-        if world.device_name != "cpu":  # kernels of the step may still write
+        if on_gpu := world.device_name != "cpu":  # kernels of the step may still write
             torch.cuda.synchronize(world.device)
+        if world.recovery.abandoned or on_gpu:
+            keep_forever(process_groups())  # a worker still waits: the destructor would join it
+        self._destroy_group(abort=on_gpu)
         world.recovery.lost = world.recovery.abandoned = False
         self.presences = [*presences]
         ones = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
-        rank, size = self.presences.index(me), len(self.presences)
-        among = replace(world, rank=rank, world_size=size, **ones)
+        among = replace(world, rank=presences.index(me), world_size=len(presences), **ones)
         hosts = [each.host for each in self.presences]
         world.become(place(among, hosts, trust_local=False))
         meeting.begin_group(number, world)
@@ -459,11 +459,12 @@ class Session:
             log.info("%d intra-op thread(s) a rank, device %s", self.threads, device)
 
     def _make_group(self, meeting: Meeting, interface: str) -> None:
+        # The functions of `nn` bind the default group as a default argument at import. Imported
+        # later (the first optimizer does), they would keep a destroyed group and its sockets alive.
         import torch.distributed as dist
         import torch.distributed.nn.functional  # pyrefly: ignore
 
-        # Its functions bind the default group as a default argument at import. Imported later (the
-        # first optimizer does), it would keep a destroyed group and its sockets alive.
+        from gradsync.core.torch_private import NCCL_ENDS_BY, number_groups_anew, set_timeout
 
         world, options = self.world, self.options
         on_cuda, shrinks = world.device_name != "cpu", options.on_loss == "shrink"
@@ -475,8 +476,11 @@ class Session:
             "MASTER_ADDR": meeting.address,
             "MASTER_PORT": str(meeting.port),
         } | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
-        if shrinks:  # else NCCL's watchdog ends the process when a rank is lost
-            variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        if on_cuda:
+            variables["TORCH_DIST_USE_NCCL2"] = "0"  # torch 2.15's other NCCL backend is untried
+        if shrinks:
+            variables |= dict.fromkeys(NCCL_ENDS_BY, "0")
+            number_groups_anew()
         self._stack.enter_context(environ.exported(variables))
         dist.init_process_group(
             self._backend,
@@ -489,8 +493,6 @@ class Session:
         )
         self._group = dist.group.WORLD
         if on_cuda and "nccl" in self._backend:
-            from gradsync.core.torch_private import set_timeout
-
             longest = timedelta(seconds=options.timeout_s + _NCCL_LATER_S)
             set_timeout(self._group, world.device, longest)
         if "gloo" in self._backend:

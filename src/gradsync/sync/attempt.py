@@ -86,9 +86,8 @@ class Attempt:
             if not self._batches and recovery.committed == committed:
                 error = self._end_together(recovery)
         recovery.in_attempt = False
-        on_gpu, failed = recovery.world.device_name != "cpu", isinstance(error, Exception)
-        if on_gpu and failed and recovery.lost:  # it may have read aborted sums
-            error = LostPeerError(f"a rank was lost before {error!r}")
+        if recovery.lost and isinstance(error, Exception) and recovery.world.device_name != "cpu":
+            error = LostPeerError(f"a rank was lost before {error!r}")  # it read aborted sums
         if error is None or recovery.committed > committed or communication_error(error) is None:
             self._generators.pop_all()
             return False

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     PowerSGDState,
     powerSGD_hook,
@@ -38,7 +37,7 @@ from gradsync.core.torch_private import timeout_of
 from gradsync.errors import ConfigError
 from gradsync.world import World
 
-STRATEGIES = ("ring", "hierarchical", "bf16", "fp16", "powersgd")
+STRATEGIES = ("ring", "hierarchical", "powersgd")
 """Strategies available as a DDP hook."""
 Average = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 """`average(group, bucket)`: a future of the bucket's buffer, averaged over the group in place."""
@@ -89,8 +88,7 @@ def comm_hook(
     """Make a communication hook for `DistributedDataParallel`; make one per DDP model.
 
     Args:
-        strategy: ring, hierarchical (see `gs.all_reduce`); bf16, fp16 (torch's hooks); powersgd
-            (torch's hook).
+        strategy: ring, hierarchical (see `gs.all_reduce`); powersgd (torch's hook).
         group: process group to average over; None is the model's group with `register`, but torch's
             default group with DDP's `register_comm_hook(*hook)`.
         options: of powersgd; the same as those of `PowerSgd`.
@@ -104,10 +102,6 @@ def comm_hook(
         return CommHook(group, PowerSgd(**options))
     if options:
         raise ConfigError(f"comm_hook({strategy!r}) has no option {next(iter(options))!r}")
-    if strategy in ("bf16", "fp16"):
-        # Called from `average_bucket`: without NCCL, DDP refuses torch's bf16 hook by its name.
-        half = default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook
-        return CommHook(group, half[strategy == "fp16"])
     return CommHook(group, _OnWorker(strategy))
 
 

@@ -101,17 +101,21 @@ def test_a_loss_is_written_down(tmp_path: Path) -> None:
     assert 0 < told["seconds"] < 30
 
 
-def test_a_lost_host_is_written_down(tmp_path: Path) -> None:
-    """For the job script, which has the next turn without it."""
+@pytest.mark.parametrize(("rank", "launched"), [(1, True), (0, True), (0, False)])
+def test_a_lost_host_is_written_down(rank: int, launched: bool, tmp_path: Path) -> None:
+    """For the job script, which has the next turn without it; even if nobody was launched by us, so
+    that rank 0 takes the store with it."""
     flags = [*TINY, f"--out={tmp_path}/run"]
-    work = {"flags": flags, "fault": asdict(FaultPlan(kind="kill", rank=1, step=3, phase="reduce"))}
-    (tmp_path / "work.json").write_text(json.dumps(work))
-    words = ["launch", "--nproc-per-node", 2, "--", "-m", "gradsync"]
+    fault = FaultPlan(kind="kill", rank=rank, step=3, phase="reduce")
+    (tmp_path / "work.json").write_text(json.dumps({"flags": flags, "fault": asdict(fault)}))
+    words = ["launch", "--nproc-per-node", 3, "--", "-m", "gradsync"] if launched else []
     worker = ["drill", "--worker", tmp_path / "work.json"]
-    (done,) = run_forked(["-m", "gradsync", *words, *worker], [WITH_RANKS])
+    ranks = [WITH_RANKS] if launched else torch_ranks(3)
+    done = run_forked(["-m", "gradsync", *words, *worker], ranks)
     ended = json.loads((tmp_path / "run" / "exit.json").read_text())
-    assert (done.returncode, ended["exit_code"]) == (1, 1)
+    assert (done[-1].returncode, ended["exit_code"]) == (1, 1)
     assert ended["lost_hosts"] == socket.gethostname()
+    assert len((tmp_path / "run" / "incidents.jsonl").read_text().splitlines()) == 1
 
 
 def test_the_command(undisturbed: str) -> None:

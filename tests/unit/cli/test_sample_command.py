@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +56,6 @@ def test_a_small_model_takes_one_thread(run: Path, monkeypatch: pytest.MonkeyPat
     assert threads == [1]
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
-
-
-def test_json_names_the_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sample", str(run / "checkpoints" / "step-00000002"), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["checkpoint"].endswith("step-00000002")
-    assert document["text"].startswith("\n")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from gradsync.commands.plan.report import (
     efficiency_table,
     figure_lines,
     hardware_lines,
-    interval_line,
     link_text,
     pick_sections,
     print_table,
@@ -77,10 +76,6 @@ class PlanOptions:
     strategies: str = ""
     """Names separated by commas, or all; default: all that keep one rank's numbers."""
     probe: bool = True  # Measure a few micro-batches here; --no-probe estimates.
-    mtbf_hours: float | None = None
-    """Hours between faults of the whole run: how often to save, for --save-s."""
-    save_s: float = 0.1
-    """Seconds for which a checkpoint stops training: `save_s` in a run's summary.json."""
     simulate: str = ""  # Also simulate the step on these numbers of devices: 8,64,512.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output, and nothing else there."""
@@ -105,9 +100,6 @@ def run(argv: list[str]) -> int:
         RunError: the model fits nowhere; raised after the table.
     """
     options = parse(PlanOptions, argv, "plan")
-    for name, value in (("mtbf_hours", options.mtbf_hours), ("save_s", options.save_s)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{flag_of(name)} must be a number above 0; got {value}")
     request = request_of(options)
     costs, work, hardware = Costs(), request.work, request.hardware
     choice = choose(work, hardware, costs, request.search)
@@ -228,9 +220,6 @@ def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommen
         if pick is not None:
             print("\n".join(pick_sections(pick, lines)))
             print(section("switches", [fast_switches(hardware)[1]]))
-            if options.mtbf_hours is not None:
-                times = pick.seconds, options.save_s, 3600 * options.mtbf_hours
-                print(section("save", [interval_line(*times)]))
             print(section("figures", figures))
         if simulation:
             network = hardware.network

@@ -166,6 +166,8 @@ def _join_run(
         # The session has asked the others, so it is known whose failure it was.
         if session.world.is_main:
             note_failure(config, error)
+        elif config.on_loss == "end" and session.presences:
+            note_failure(config, error, session.presences[0])
         raise
     if world.is_main and as_json:
         print(json.dumps(outcome.summary, indent=2))

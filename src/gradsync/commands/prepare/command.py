@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,8 +41,6 @@ class PrepareOptions:
     """Key of the text in .jsonl files."""
     overwrite: bool = False
     """Replace --out if it already holds prepared data."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print meta.json instead of a summary."""
 
 
 def run(argv: list[str]) -> int:
@@ -61,10 +58,7 @@ def run(argv: list[str]) -> int:
         text_key=options.text_key,
         overwrite=options.overwrite,
     )
-    if options.as_json:
-        print(json.dumps({"out": str(out), **asdict(meta)}))
-    else:
-        print(_describe(meta, out))
+    print(_describe(meta, out))
     return 0
 
 

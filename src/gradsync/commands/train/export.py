@@ -34,7 +34,6 @@ class ExportOptions:
     data: str = ""
     """Data directory for its tokenizer; empty: the run's. With --from hf, the directory to record
     in the new run; empty: PATH, whose tokenizer.json is used."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False  # Print one JSON document.
 
 
 def run(argv: list[str]) -> int:
@@ -48,10 +47,7 @@ def run(argv: list[str]) -> int:
         folder = bring(path, out, options.data)
         place = shlex.quote(str(folder))
         following = f"next: gradsync sample {place}, gradsync train {place}/config.yaml"
-    if options.as_json:
-        print(json.dumps({"folder": str(folder)}))
-    else:
-        print(f"written to {folder}\n{following}")
+    print(f"written to {folder}\n{following}")
     return 0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
+from socket import gethostname
 from typing import Any, TextIO
 
 import torch
@@ -49,7 +50,9 @@ from gradsync.errors import (
     RunError,
     UsageError,
 )
+from gradsync.runtime.peers import process_state
 from gradsync.runtime.signals import StopRequest
+from gradsync.runtime.store import Presence
 from gradsync.runtime.watch import FailureWatch
 from gradsync.sync.check_replicas import first_difference
 from gradsync.world import World
@@ -338,19 +341,26 @@ def note_end(config: TrainConfig, outcome: TrainOutcome) -> None:
     RunDir(config.out).write_json("exit.json", {"exit_code": outcome.exit_code, "reason": reason})
 
 
-def note_failure(config: TrainConfig, error: Exception) -> None:
-    """Write `exit.json` for a failed run: torchrun reports every failure as 1. Rank 0 only; a
-    failed write is ignored, and a refused start changes nothing in a finished run."""
+def note_failure(config: TrainConfig, error: Exception, first: Presence | None = None) -> None:
+    """Write `exit.json` for a failed run: torchrun reports every failure as 1. Rank 0 does; another
+    rank only after rank 0, the `first` one, vanished, and its lock with it. A failed write is
+    ignored, and a refused start changes nothing in a finished run."""
     run_dir = RunDir(config.out)
     if not config.out or not run_dir.path.is_dir():
         return
-    if read_object(run_dir.path / "exit.json").get("exit_code") == 0:
-        return  # else `RunDir.begin` would have removed it
+    rank, host = (getattr(error, name, None) for name in ("rank", "host"))
+    if first is not None:
+        host = host or first.host
+        lives = first.host == gethostname() and process_state(first.pid) != "ended"
+        if rank != -1 or lives or first.host not in host.split(","):
+            return
     code = error.exit_code if isinstance(error, GradsyncError) else 1
     with suppress(RunError), closing(run_dir):
         run_dir.hold()
+        before = read_object(run_dir.path / "exit.json").get("exit_code")
+        if before == 0 or (first is not None and before is not None):
+            return  # else `RunDir.begin` would have removed it
         ended = {"exit_code": code, "reason": "failed", "error": str(error)}
-        rank, host = (getattr(error, name, None) for name in ("rank", "host"))
         vanished = rank == -1 and host and code != LatePeerError.exit_code
         run_dir.write_json("exit.json", ended | ({"lost_hosts": host} if vanished else {}))
         # Of gradsync's own errors the message is enough: their place is ours.

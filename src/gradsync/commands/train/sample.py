@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,27 +27,24 @@ class SampleOptions:
     seed: int = 0  # Seed of the draws.
     data: str = ""  # Data directory for its tokenizer; empty: the one that the run was trained on.
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
-    json: bool = False  # Print one JSON document.
 
 
 def run(argv: list[str]) -> int:
     """See `gradsync sample --help`."""
     options = parse(SampleOptions, argv, "sample")
-    checkpoint, text = sample(Path(options.path), options)
-    print(json.dumps({"checkpoint": str(checkpoint), "text": text}) if options.json else text)
+    print(sample(Path(options.path), options))
     return 0
 
 
-def sample(path: Path, config: SampleOptions) -> tuple[Path, str]:
-    """Continue `config.prompt` with the model under `path`. Returns the checkpoint used, and prompt
-    and continuation as text."""
+def sample(path: Path, config: SampleOptions) -> str:
+    """Continue `config.prompt` with the model under `path`; prompt and continuation as text."""
     from gradsync.checkpoint.weights import load_weights
     from gradsync.commands.models.gpt import GPT, generate
     from gradsync.commands.train.state import open_checkpoint
     from gradsync.runtime.device import choose_device
     from gradsync.runtime.machine import choose_threads, pin_threads
 
-    checkpoint, snapshot, shape = open_checkpoint(path)
+    _, snapshot, shape = open_checkpoint(path)
     tokenizer = tokenizer_of(snapshot.state, config.data)
     prompt = tokenizer.encode(config.prompt or "\n").tolist()
     if not shape.is_gpt2:  # unused positions need no rotary table
@@ -70,7 +66,7 @@ def sample(path: Path, config: SampleOptions) -> tuple[Path, str]:
         )
     finally:
         pin_threads(before)
-    return checkpoint, tokenizer.decode(ids)
+    return tokenizer.decode(ids)
 
 
 def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:

@@ -66,18 +66,24 @@ def test_turns_end_when_nothing_comes_of_them(
     assert slurm["requeued"] == ([] if said.startswith(GIVEN_UP) else ["7"])
 
 
-def test_lost_hosts_are_left_out(slurm, monkeypatch, tmp_path, capsys) -> None:
+def test_lost_hosts_are_left_out_for_some_turns(slurm, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(requeue, "signal", lambda *_: None)
-    slurm["state"] = [" JobState=RUNNING ExcNodeList=z[1-3] "]
-    history = tmp_path / "turns.json"
-    argv = ["--status=1", "--seconds=9", f"--history={history}", f"--run-dir={tmp_path}"]
-    for hosts, left_out in (("b.cluster,c", "b,c"), ("a", "a"), ("d", "")):
-        (tmp_path / "exit.json").write_text(json.dumps({"exit_code": 1, "lost_hosts": hosts}))
-        slurm["updated"] = []
-        assert requeue.main(argv) == 1
-        said, wanted = capsys.readouterr().err, ["JobId=7", f"ExcNodeList=z[1-3],{left_out}"]
-        assert slurm["updated"] == (wanted if left_out else []), said
-        assert (GIVEN_UP in said) == (not left_out)
+    argv = [f"--history={tmp_path}/h", f"--run-dir={tmp_path}", "--status=1"]
+    turns = ["b.cluster,c", "a", "", "d", "", "", "", ""]
+    excluded = [",b,c", ",a,b,c", ",a,b,c", ",d,a", ",d", ",d", "", None]
+    shown = "z[1-3]"  # the user's own
+    for steps, (hosts, left_out) in enumerate(zip(turns, excluded, strict=True)):
+        ended = {"exit_code": 1, "lost_hosts": hosts} if hosts else {"exit_code": 75}
+        (tmp_path / "exit.json").write_text(json.dumps(ended))
+        (tmp_path / "summary.json").write_text(json.dumps({"steps": steps}))
+        slurm["state"], slurm["updated"] = [f" JobState=RUNNING ExcNodeList={shown} "], []
+        assert requeue.main([*argv, "--seconds=301"]) == ended["exit_code"]
+        wanted = [] if left_out is None else ["JobId=7", f"ExcNodeList=z[1-3]{left_out}"]
+        assert slurm["updated"] == wanted, capsys.readouterr().err
+        shown = f"z[1-3]{left_out}".replace("b,c", "[b-c]")  # as Slurm writes it
+    (tmp_path / "exit.json").write_text(json.dumps({"exit_code": 1, "lost_hosts": "d"}))
+    assert [requeue.main([*argv, "--seconds=9"]) for _ in range(3)] == [1] * 3
+    assert GIVEN_UP in capsys.readouterr().err
 
 
 def test_a_host_that_slurm_does_not_leave_out(slurm, monkeypatch, tmp_path, capsys) -> None:

@@ -34,6 +34,7 @@ _TOLD_TO_STOP = (128 + Signals.SIGUSR1, 128 + Signals.SIGTERM)
 """Exit statuses of ranks that a signal ended before they installed handlers."""
 
 _FRUITLESS_TURNS = 3
+_LEFT_OUT_TURNS = 3  # a host may be repaired, and a job without hosts never starts
 _LONG_TURN_S = 300.0  # if no steps are counted, a turn of this length counts as progress
 _TIMEOUT_S = 60
 
@@ -106,9 +107,19 @@ def _requeue(history: Path, steps: int | None, seconds: float, lost: list[str]) 
     """Count the turn and ask Slurm for another one without the `lost` hosts; returns why it was not
     asked, or "".
 
-    `history` holds the steps after the last turn, and how many turns in a row brought none.
+    `history` holds the steps after the last turn, how many turns in a row brought none, the hosts
+    that each of the last turns lost, and those that the user left out.
     """
     before = read_object(history)
+    # SLURM_JOB_ID of an array task is the id of the whole array. Requeueing that would start all
+    # tasks again, so tasks use their number.
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
+    shown = ask("scontrol", "--oneliner", "show", "job", job)
+    own = re.findall(r"\sExcNodeList=([^\s(]+)", shown)  # "(null)" for none
+    left_out = before.get("left_out", own)
+    turns = [lost, *before.get("lost", [])]
+    changes, turns = any(turns), turns[:_LEFT_OUT_TURNS]
     reached = before.get("steps", 0)
     if steps is None:
         fruitful, what = seconds >= _LONG_TURN_S, f"ended within {_LONG_TURN_S:.0f} s"
@@ -118,17 +129,13 @@ def _requeue(history: Path, steps: int | None, seconds: float, lost: list[str]) 
     given_up = fruitless >= _FRUITLESS_TURNS
     # Requeued by hand, the job has its turns again.
     after = {"steps": max(reached, steps or 0), "fruitless": 0 if given_up else fruitless}
+    after |= {"lost": turns, "left_out": left_out} if any(turns) else {}
     write_text(history, json_text(after))
     if given_up:
         return (
             f"not requeued: {fruitless} turn(s) in a row {what}. Is --time too short for start-up "
             "and one step, or is the job stopped by hand? `scontrol requeue` tries again"
         )
-    # SLURM_JOB_ID of an array task is the id of the whole array. Requeueing that would start all
-    # tasks again, so tasks use their number.
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    job = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
-    shown = ask("scontrol", "--oneliner", "show", "job", job)
     found = re.search(r"\sJobState=(\S+)", shown)
     state = found[1] if found else "gone"
     if state != "RUNNING":
@@ -137,13 +144,13 @@ def _requeue(history: Path, steps: int | None, seconds: float, lost: list[str]) 
     what = f"lost {', '.join(lost)}, to be left out" if lost else f"stopped{at} with a checkpoint"
     line = f"gradsync: {what}; asking Slurm for another turn of job {job}"
     print(line, file=sys.stderr, flush=True)  # Slurm may end this process at once
-    if lost:  # then it must not: Slurm excludes hosts of pending jobs only
+    if changes:  # then it must not: Slurm excludes hosts of pending jobs only
         signal(Signals.SIGTERM, SIG_IGN)
     ask("scontrol", "requeue", job)
-    if lost:
-        before_it = re.findall(r"\sExcNodeList=([^\s(]+)", shown)  # "(null)" for none
+    if changes:
+        hosts = ",".join([*left_out, *(host for turn in turns for host in turn)])
         try:
-            ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(before_it + lost)}")
+            ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={hosts}")
         except RunError as error:
             return f"requeued, but with the lost host(s): {error}"
     return ""

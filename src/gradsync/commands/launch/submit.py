@@ -117,13 +117,13 @@ def completed(options: SubmitOptions, program: Program) -> tuple[SubmitOptions, 
     if program.command == "train":
         if run_dir:
             raise ConfigError("--run-dir is for other programs; train has --out")
-        program, run_dir, name = _checked_train(program, options.nodes * options.ranks_per_node)
+        run_dir, name = _check_train(program, options.nodes * options.ranks_per_node)
     job_name = options.job_name or re.sub(r"[^A-Za-z0-9._-]", "-", name)[:64]
     return replace(options, job_name=job_name, run_dir=run_dir), program
 
 
-def _checked_train(program: Program, world_size: int) -> tuple[Program, str, str]:
-    """The program without `--out`, the run directory, and a name for the job.
+def _check_train(program: Program, world_size: int) -> tuple[str, str]:
+    """The run directory, "" for none, and a name for the job.
 
     The whole configuration is checked for `world_size` ranks, to find a typo before the job is
     queued.
@@ -141,16 +141,7 @@ def _checked_train(program: Program, world_size: int) -> tuple[Program, str, str
         )
     if not elastic and world_size > 0:  # elastic chooses on the nodes
         check_request(config, world_size)
-    kept, out = [], ""
-    rest = iter(program.words)
-    for word in rest:
-        if word == "--out":
-            out = next(rest, "")
-        elif word.startswith("--out="):
-            out = word.removeprefix("--out=")
-        else:
-            kept.append(word)
-    return Program(words=tuple(kept)), out or config.out, config.preset
+    return config.out, config.preset
 
 
 def sbatch_script(options: SubmitOptions, program: Program, python: str) -> str:
@@ -167,7 +158,7 @@ def sbatch_script(options: SubmitOptions, program: Program, python: str) -> str:
     )
     environment.filters |= {"quote": shlex.quote, "directive": _directive}
     words = list(map(shlex.quote, program.words))
-    if program.command == "train":
+    if program.command == "train" and not options.run_dir:
         words += ["--out", '"$run_dir"']
     return environment.from_string(source.read_text("utf-8")).render(
         job=options, program=program, words=words, python=python

@@ -29,14 +29,14 @@ LIBRARY = {
 }
 COMMANDS = {
     "bench": 2_681,
-    "cli": 1_373,
+    "cli": 1_364,
     "compat": 1_191,
-    "launch": 1_635,
+    "launch": 1_662,
     "lint": 735,
     "models": 569,
     "parallel": 1_041,
-    "plan": 2_763,
-    "prepare": 924,
+    "plan": 2_749,
+    "prepare": 918,
     "report": 1_002,
     "train": 4_015,
     "verify": 2_363,

@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 
 from gradsync.commands.launch import agent_rendezvous
 from gradsync.commands.launch.agent_rendezvous import AgentRendezvous, Nodes
+from gradsync.errors import RendezvousError
 from gradsync.runtime.rejoin import group_key
 from support import on_host, survivor
 from support.fork_server import WITH_RANKS, run_forked
@@ -130,7 +131,8 @@ def test_new_hosts_ranks_that_end_early(
     kills = [f"until:{size}", *(f"{rank}+:0:built" for rank in dead)]
     first, second = launch(out, *kills, rejoin=rejoin, variables=variables)
     said = first.stderr[-5000:] + second.stderr[-5000:]
-    assert (first.returncode, second.returncode) == (0, code), said
+    codes = (first.returncode, second.returncode)
+    assert codes in {(0, code), (0, 0)}, said  # the run may be over before the last of them ends
     ends = [(end["world_size"], end["sha256"]) for end in told(out)]
     assert ends == [(size, alone["sha256"])] * size
 
@@ -215,7 +217,7 @@ def test_a_silent_store_holds_up_no_launcher(monkeypatch: pytest.MonkeyPatch) ->
         def check(self, keys: list[str]) -> bool:
             return over.wait(60)
 
-        set = get = check
+        set = get = add = check
 
     meeting = AgentRendezvous(Nodes(count=2, rank=1, address="127.0.0.1", port=0))
     meeting._store = Silent()
@@ -223,6 +225,47 @@ def test_a_silent_store_holds_up_no_launcher(monkeypatch: pytest.MonkeyPatch) ->
         assert not meeting.has_begun()
         assert not meeting.has_joined(2, "1")
         assert meeting.how_others_end(1) == 1
-        assert not meeting.is_left_out()
+        assert not meeting.is_left_out(inside=True)
         meeting.say_lost(1)
     over.set()
+
+
+def test_a_stop_leaves_no_thread_in_torchs_code() -> None:
+    """Python would abort there."""
+    meeting = AgentRendezvous(Nodes(count=2, rank=0, address="127.0.0.1", port=0))
+    meeting._store, meeting.stopped = HashStore(), lambda: True
+    meeting._store.set(agent_rendezvous._NUMBERED, "2")
+    meeting.say_ended(0)
+    assert meeting._asking is not None
+    assert not meeting._asking.is_alive()
+
+
+def test_no_more_hosts_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was lost makes room."""
+    monkeypatch.setattr(agent_rendezvous, "_LOOK_S", 0.1)
+    store = HashStore()
+    store.set(agent_rendezvous._NUMBERED, "1")
+    store.set(group_key("last"), "0")
+
+    def host(number: int) -> AgentRendezvous:
+        meeting = AgentRendezvous(Nodes(count=1, rank=number, address="", port=0, most=2))
+        meeting._store = store
+        return meeting
+
+    def live(meeting: AgentRendezvous) -> None:
+        while not over[meeting._number].wait(0.01):
+            meeting.is_left_out(inside=False)
+
+    over = [threading.Event() for _ in range(4)]
+    first, second, third, fourth = (host(number) for number in (0, 1, 1, 1))
+    first.begin(1, range(1))
+    second.next_rendezvous()
+    assert second.begin(1, range(1)) == (1, 1)
+    for each in (first, second):
+        threading.Thread(target=live, args=[each], daemon=True).start()
+    with pytest.raises(RendezvousError, match="2 hosts have ranks already, the most"):
+        third.next_rendezvous()
+    over[1].set()
+    fourth.next_rendezvous()
+    over[0].set()
+    assert fourth.begin(1, range(1)) == (3, 3)

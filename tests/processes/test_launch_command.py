@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,41 @@ def test_two_nodes(script: Path, tmp_path: Path) -> None:
     ]
     assert {rank["WORLD_SIZE"] for rank in ranks} == {"4"}
     assert {rank["MASTER_PORT"] for rank in ranks} == {port}
+
+
+DIES_ONCE = """
+import os, sys, time
+from pathlib import Path
+import gradsync as gs
+from gradsync.runtime.store import SignedStore
+died, write = Path(sys.argv[1], "died"), SignedStore.set
+def dies(store, key, text):
+    write(store, key, text)
+    if key == "here/1" and not died.exists():
+        died.touch()
+        os.kill(os.getppid(), 9)
+        os.kill(os.getpid(), 9)
+SignedStore.set = dies
+while os.environ["RANK"] == "0" and not died.exists():
+    time.sleep(0.01)
+with gs.init(rendezvous_timeout_s=20):
+    pass
+"""
+
+
+def test_a_node_that_is_lost_before_the_ranks_meet_may_come_again(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(DIES_ONCE)
+    argv = ["launch", "--nproc-per-node=1", "--nnodes=2", "--master-addr=127.0.0.1"]
+    argv += [f"--master-port={free_port()}", "dies.py", str(tmp_path)]
+    nodes = [["-m", "gradsync", *argv[:1], f"--node-rank={n}", *argv[1:]] for n in (0, 1, 1)]
+    with ExitStack() as stack:
+        first, lost = (
+            stack.enter_context(Forked(node, clean_environment(), cwd=tmp_path))
+            for node in nodes[:2]
+        )
+        assert lost.wait(60) == -signal.SIGKILL
+        (again,) = run_forked(nodes[2], cwd=tmp_path)
+        assert (again.returncode, first.wait(60)) == (0, 0), again.stderr
 
 
 @pytest.mark.parametrize(

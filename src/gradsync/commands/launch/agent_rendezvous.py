@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 from gradsync.commands.launch.requeue import STOPPED
 from gradsync.errors import RendezvousError
 from gradsync.runtime import environ
+from gradsync.runtime.bounds import MOST_NODES
 from gradsync.runtime.rejoin import NAMED, ended_key, group_key, joined_key
 from gradsync.runtime.store import (
     SignedStore,
@@ -42,6 +43,7 @@ _REGROUP_S = 60.0
 _LOOK_S, _LOOKS = 1.0, 4
 _STOP = "gradsync/stop"
 _NUMBERED = "gradsync/hosts"  # how many hosts have come so far
+_BEAT = "gradsync/beat/{}"  # of a host with ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,7 @@ class Nodes:
     rank: int  # `count` and more: comes when they have begun
     address: str  # of node 0
     port: int  # on node 0
+    most: int = MOST_NODES  # hosts whose ranks live at once
 
 
 class AgentRendezvous(RendezvousHandler):
@@ -100,6 +103,7 @@ class AgentRendezvous(RendezvousHandler):
         try:
             if self._comes_late(nodes):
                 self._number, self._late = self._store.add(_NUMBERED, 1) - 1, True
+                self._find_place(nodes.most)
                 own = PrefixStore(f"{self._run_id}/{self._number}", self._store)
                 return RendezvousInfo(own, 0, 1, where)
             self._wait_for_nodes(nodes, self._records(), deadline_s)
@@ -121,16 +125,38 @@ class AgentRendezvous(RendezvousHandler):
                 raise self._vain(nodes, "the run has not begun")
         return nodes.rank > 0 and has_begun()
 
+    def _find_place(self, most: int) -> None:
+        """Wait until fewer than `most` of the hosts that came before this one have ranks, as their
+        beats tell, which soon end after a loss. This one beats, too, for those that come next."""
+
+        def has_place() -> bool:
+            keys, until_s = map(_BEAT.format, range(self._number)), time.monotonic() + 4 * _LOOK_S
+            before = {key: self._store.add(key, 0) for key in keys}
+            while time.monotonic() < until_s and not self.stopped():
+                self._store.add(_BEAT.format(self._number), 1)
+                time.sleep(_LOOK_S / 2)
+            return sum(self._store.add(key, 0) > beat for key, beat in before.items()) < most
+
+        if self._number >= most and not wait_until(has_place, time.monotonic() + 10 * _LOOK_S):
+            self._store.add(NAMED, 1)  # a rank's number is never below its host's
+            raise RendezvousError(f"{most} hosts have ranks already, the most that --nnodes allows")
+
     def _records(self) -> SignedStore:
         return SignedStore(PrefixStore(self._run_id, self._store), self._token, "nodes")
 
-    def begin(self, world_size: int, num_here: int) -> tuple[int, int] | None:
-        """Before ranks start: none of this host's is in a group. Returns the host's number and its
-        first rank's, if the run has begun without it."""
+    def begin(self, world_size: int, ranks: range) -> tuple[int, int] | None:
+        """Before this host's `ranks` start: none of them is in a group. Returns the host's number
+        and its first rank's, if the run has begun without it."""
         self._begun, self._times_out = False, 0
         self._store.delete_key(group_key(self._number))
         if self._late:
-            return self._number, self._store.add(NAMED, num_here) - num_here
+            return self._number, self._store.add(NAMED, len(ranks)) - len(ranks)
+        job = f"gradsync/{SignedStore(self._store, self._token, '0').name('prefix')}"
+        here = [f"{job}/1/here/{rank}" for rank in range(world_size)]
+        if self._nodes and not self._store.check(here):  # a lost launcher's ranks have met nobody
+            for rank in ranks:
+                self._store.delete_key(f"{job}/sessions/{rank}")
+                self._store.delete_key(here[rank])
         if self._number == 0:
             self._store.set(NAMED, str(world_size))
         return None
@@ -152,14 +178,16 @@ class AgentRendezvous(RendezvousHandler):
             key = ended_key(socket.gethostname(), pid)
             self._ask(lambda: self._store.set(key, "1"), otherwise=None)
 
-    def is_left_out(self) -> bool:
-        """Whether ranks of other hosts have gone on without all of this one's. It looks now and
-        then, and wants to see it several times: a new group's ranks say so one after the other."""
+    def is_left_out(self, *, inside: bool) -> bool:
+        """Whether ranks of other hosts have gone on without this one's, seen several times: a new
+        group's ranks say so one after the other. It looks now and then, and says that ranks live;
+        False if none was `inside` of the group."""
 
         def differs() -> bool:
+            self._store.add(_BEAT.format(self._number), 1)
             self.stop_asked = self._store.check([_STOP])
-            own, last = group_key(self._number), group_key("last")
-            return self._store.check([last]) and self._store.get(own) != self._store.get(last)
+            keys = [group_key(self._number), group_key("last")]
+            return inside and self._store.check(keys) and len({*self._store.multi_get(keys)}) > 1
 
         now_s = time.monotonic()
         if self._nodes is not None and now_s > self._next_look_s:
@@ -210,7 +238,8 @@ class AgentRendezvous(RendezvousHandler):
         over: Callable[[], bool] = lambda: False,
     ) -> _T:
         """Its answer, or `otherwise` if node 0 has left or is silent: then the store waits for it
-        indefinitely; or once the wait is `over`."""
+        indefinitely; or once the wait is `over`, which the question should notice, too: Python
+        aborts if a thread is in torch's code when it ends."""
         answers: list[_T] = []
 
         def ask() -> None:
@@ -229,6 +258,7 @@ class AgentRendezvous(RendezvousHandler):
             wait_until(
                 lambda: not thread.is_alive() or over(), time.monotonic() + (limit_s or _ANSWER_S)
             )
+            thread.join(_KNOCK_S)
         return answers[0] if answers else otherwise
 
     def _open(self, nodes: Nodes, deadline_s: float) -> Any:
@@ -274,6 +304,7 @@ class AgentRendezvous(RendezvousHandler):
         if not (begins or self._late) or self._store is None or self._told:
             return
         self._told, records, store = True, self._records(), self._store
+        over = self.stopped if code == 0 else bool  # `shutdown` forgets it
         deadline_s = time.monotonic() + (_OTHERS_END_S if code == 0 else _TELL_S)
 
         def tell() -> None:
@@ -281,12 +312,11 @@ class AgentRendezvous(RendezvousHandler):
             records.claim(keys[self._number], str(code))
             if code in (0, STOPPED):
                 here = [keys[node] for node in self._last_group(store)[0]]
-                wait_until(lambda: bool(records.get_all(here)), deadline_s)
-                brief_s = time.monotonic() + _TELL_S  # hosts without ranks left
-                wait_until(lambda: bool(records.get_all(keys)), min(deadline_s, brief_s))
+                wait_until(lambda: over() or bool(records.get_all(here)), deadline_s)
+                brief_s = min(deadline_s, time.monotonic() + _TELL_S)  # hosts without ranks left
+                wait_until(lambda: over() or bool(records.get_all(keys)), brief_s)
 
-        until = deadline_s - time.monotonic()
-        self._ask(tell, otherwise=None, limit_s=until, over=lambda: code == 0 and self.stopped())
+        self._ask(tell, otherwise=None, limit_s=deadline_s - time.monotonic(), over=over)
 
     def shutdown(self) -> bool:
         """Drop the store, whose socket closes with it, and the agent, which also holds it."""

@@ -56,8 +56,6 @@ class LaunchOptions:
     """With shrink: start a lost rank again, at most this often; it joins at the next checkpoint."""
     log_dir: str = ""
     """Keep the standard output of ranks above 0 in this folder; otherwise it is dropped."""
-    dry_run: bool = False
-    """Print the line for each node; nothing is started."""
 
     def check(self) -> None:
         """Raise ConfigError for values that contradict each other."""
@@ -165,7 +163,7 @@ def run(argv: list[str]) -> int:
 
         options = replace(options, master_addr=own_address())
     options.check()
-    if options.dry_run or (several and options.node_rank is None):
+    if several and options.node_rank is None:
         print("\n".join(node_lines(options, program)))
         return 0
     _refuse_nesting(options.nproc_per_node)
@@ -183,6 +181,7 @@ def run(argv: list[str]) -> int:
             )
     here = Nodes(
         count=least,
+        most=most,
         rank=options.node_rank or 0,
         address=options.master_addr,
         port=options.master_port,
@@ -232,14 +231,12 @@ def node_lines(options: LaunchOptions, program: Program) -> list[str]:
     each, lines = options.nproc_per_node, []
     words = program.words[2:] if program.command else program.argv("python")
     least, most = options.num_nodes()
-    for node in range(most) if options.node_rank is None else [options.node_rank]:
-        where, command = "this host", ["gradsync", "launch", "--nproc-per-node", str(each)]
-        if most > 1:
-            address, port = options.master_addr, str(options.master_port)
-            reached = f", which the others reach at {address}:{port}" if node == 0 else ""
-            where = f"node {node}{reached}"
-            command += ["--nnodes", options.nnodes, "--node-rank", str(node)]
-            command += ["--master-addr", address, "--master-port", port]
+    address, port = options.master_addr, str(options.master_port)
+    for node in range(most):
+        reached = f", which the others reach at {address}:{port}" if node == 0 else ""
+        command = ["gradsync", "launch", "--nproc-per-node", str(each)]
+        command += ["--nnodes", options.nnodes, "--node-rank", str(node)]
+        command += ["--master-addr", address, "--master-port", port]
         if options.on_loss != "end":
             command += ["--on-loss", options.on_loss, "--rejoin", str(options.rejoin)]
         if options.log_dir:
@@ -247,7 +244,7 @@ def node_lines(options: LaunchOptions, program: Program) -> list[str]:
         ranks = f"ranks {node * each} to {node * each + each - 1} of {least * each}"
         if node >= least:
             ranks = f"{counted(each, 'rank')} that may join at a checkpoint"
-        lines += [f"# {where}: {ranks}", shlex.join([*command, "--", *words])]
+        lines += [f"# node {node}{reached}: {ranks}", shlex.join([*command, "--", *words])]
     return lines
 
 

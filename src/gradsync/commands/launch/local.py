@@ -326,7 +326,8 @@ class LocalAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failures, self.killed, self._lost, self._again = [], {}, set(), {}
         workers = worker_group.workers
-        if late := self._meeting.begin(workers[0].world_size, len(workers)):
+        ranks = range(workers[0].global_rank, workers[-1].global_rank + 1)
+        if late := self._meeting.begin(workers[0].world_size, ranks):
             host, first = late
             worker_group.group_rank, worker_group.group_world_size = host, host + 1
             for number, worker in enumerate(workers):
@@ -379,6 +380,7 @@ class LocalAgent(LocalElasticAgent):
         others = [code for number, code in enumerate(codes) if number not in gone]
         inside = any(code in (None, 0, STOPPED) for code in others)
         self._alone_since_s = None if inside else self._alone_since_s or time.monotonic()
+        left_out = None in codes and self._meeting.is_left_out(inside=inside)
         if self._alone_since_s is not None:
             waited_s = time.monotonic() - self._alone_since_s
             ends = 1 if others else self._meeting.how_others_end(waited_s)
@@ -393,7 +395,7 @@ class LocalAgent(LocalElasticAgent):
                 return [
                     1 if n in outside and code is None else code for n, code in enumerate(codes)
                 ]
-        elif None in codes and self._meeting.is_left_out():  # ranks that a signal has stopped
+        elif left_out:  # ranks that a signal has stopped
             self._send(signal.SIGKILL)
         if self._meeting.stop_asked and not self.received:
             self.on_signal(signal.SIGTERM, None)

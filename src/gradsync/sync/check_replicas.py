@@ -177,6 +177,9 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
             if size > 1 and stride == 0:  # an expanded dimension occupies one place in memory
                 target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
         target.copy_(source)
+    if any(values.is_cuda for _, values, _ in under_way):
+        torch.cuda.synchronize()
+        comm.barrier()  # a rank that is lost from here on leaves no other without rank 0's weights
 
 
 _PIECE = 1 << 17

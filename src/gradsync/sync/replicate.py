@@ -118,9 +118,6 @@ def replicate(
     # Whole group, int64 [1], blocking: one number of the model on all ranks, rank 0's.
     number = torch.tensor([next(optimizer_watch().numbers)])
     comm.broadcast(number).wait()
-    if world is not None and world.recovery is not None and world.device_name != "cpu":
-        torch.cuda.synchronize(world.device)
-        comm.barrier()  # a loss from now on leaves no rank without rank 0's weights
     handle = GradientSync(
         *(model, *build(comm, hosts)),
         number=int(number),

@@ -184,8 +184,7 @@ def test_commands_for_several_hosts(ask: Ask, capsys: pytest.CaptureFixture[str]
     few = "--strategies invariant --micro-batch-size 4"
     for line in ask(f"small --hardware h100x4@2 --json {few}")["commands"]:
         _, command, *arguments = shlex.split(line)
-        dry = ["--dry-run"] if command == "submit" else []
-        assert main([command, *dry, *arguments]) == 0
+        assert main([command, "--dry-run", *arguments]) == 0
     assert "#SBATCH --gres=gpu:4" in capsys.readouterr().out
 
 
@@ -373,3 +372,19 @@ def test_every_line_of_the_guide_can_be_typed(
     for line in lines:
         options = tyro.cli(PlanOptions, args=shlex.split(line, comments=True)[2:])
         assert request_of(options).search.strategies
+
+
+def test_how_often_to_save(ask: Ask) -> None:
+    line = "tiny --hardware box.yaml --no-probe"
+    assert "--checkpoint.every" not in ask(line)
+    said = ask(f"{line} --mtbf-hours 2 --save-s 0.5")
+    (row,) = [row for row in said.splitlines() if row.startswith("save ")]
+    steps = int(row.partition("--checkpoint.every ")[2].partition(":")[0])
+    seconds = picked("tiny", "box.yaml").seconds
+    assert steps == round((2 * 0.5 * 7200) ** 0.5 / seconds)
+    assert "every 2 h" in row
+
+
+@pytest.mark.parametrize("more", ["--mtbf-hours -2", "--mtbf-hours 1 --save-s -1"])
+def test_times_that_cannot_be(ask: Ask, more: str) -> None:
+    assert "--mtbf-hours must be a number from 0" in ask(f"tiny --hardware box.yaml {more}", code=2)

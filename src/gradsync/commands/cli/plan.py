@@ -22,6 +22,7 @@ from gradsync.commands.plan.report import (
     efficiency_table,
     figure_lines,
     hardware_lines,
+    interval_line,
     link_text,
     pick_sections,
     print_table,
@@ -76,6 +77,8 @@ class PlanOptions:
     strategies: str = ""
     """Names separated by commas, or all; default: all that keep one rank's numbers."""
     probe: bool = True  # Measure a few micro-batches here; --no-probe estimates.
+    mtbf_hours: float = 0.0  # Hours between faults of the whole run: how often to save then.
+    save_s: float = 0.1  # Seconds for which a checkpoint stops training, as in a summary.json.
     simulate: str = ""  # Also simulate the step on these numbers of devices: 8,64,512.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output, and nothing else there."""
@@ -100,6 +103,8 @@ def run(argv: list[str]) -> int:
         RunError: the model fits nowhere; raised after the table.
     """
     options = parse(PlanOptions, argv, "plan")
+    if not (0 <= options.mtbf_hours < math.inf and 0 < options.save_s < math.inf):
+        raise ConfigError("--mtbf-hours must be a number from 0, --save-s one above 0")
     request = request_of(options)
     costs, work, hardware = Costs(), request.work, request.hardware
     choice = choose(work, hardware, costs, request.search)
@@ -220,6 +225,8 @@ def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommen
         if pick is not None:
             print("\n".join(pick_sections(pick, lines)))
             print(section("switches", [fast_switches(hardware)[1]]))
+            if mtbf_s := 3600 * options.mtbf_hours:
+                print(section("save", [interval_line(pick.seconds, options.save_s, mtbf_s)]))
             print(section("figures", figures))
         if simulation:
             network = hardware.network

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -141,6 +142,18 @@ def _cells(row: Candidate, taken: bool) -> list[str]:
         return [*cells, "", "", "", missing]
     cells += [duration(time.total_s), f"{time.tokens_per_s:,.0f}", f"{time.efficiency:.0%}"]
     return [*cells, "taken" if taken else row.remark]
+
+
+def interval_line(step_s: float, save_s: float, mtbf_s: float) -> str:
+    """How often to save: sqrt(2 x save_s x mtbf_s) seconds apart (Young 1974, doi
+    10.1145/361147.361115), and what saving and repeated steps cost then."""
+    steps = max(1, round(math.sqrt(2 * save_s * mtbf_s) / step_s))
+    lost = save_s / (steps * step_s) + steps * step_s / (2 * mtbf_s)
+    return (
+        f"--checkpoint.every {steps}: every {duration(steps * step_s)}, if a checkpoint stops "
+        f"training for {duration(save_s)} and a fault comes every {mtbf_s / 3600:,.4g} h; saving "
+        f"and repeated steps cost {lost:.2%} of the time"
+    )
 
 
 def pick_sections(pick: Candidate, commands: Sequence[tuple[str, str]]) -> list[str]:

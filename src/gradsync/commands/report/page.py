@@ -26,9 +26,11 @@ def page(run: Run) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     told, config = run.environment, run.config
+    ranks = [f"{number:g}" for number in run.ranks[:-1]]
+    last = counted(told.get("world_size"), "rank")
     words = [
         f"{config.get('preset', 'model')}, sync {config.get('sync', '?')}",
-        f"{_ranks_of(run)} by {told.get('launcher', '?')}",
+        f"{', then '.join([*ranks, last])} by {told.get('launcher', '?')}",
         f"{told.get('device', '?')}, torch {told.get('torch', '?')}",
     ]
     return environment.from_string(source.read_text("utf-8")).render(
@@ -157,11 +159,6 @@ def _check(run: Run) -> str:
     unequal = [f"{step:g}" for step, equal in points if not equal]
     bits = f"different bits after step {', '.join(unequal)}" if unequal else "equal bits"
     return f"Replicas compared {counted(len(points), 'time')}: {bits}"
-
-
-def _ranks_of(run: Run) -> str:
-    last = counted(run.environment.get("world_size"), "rank")
-    return ", then ".join([*(f"{n:g}" for n in run.ranks[:-1]), last])
 
 
 def _warnings(run: Run) -> list[str]:

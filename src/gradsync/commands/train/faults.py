@@ -24,7 +24,6 @@ from gradsync.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradsync.comm.base import ReduceOp, Work
     from gradsync.commands.train.loop import Trainer
     from gradsync.data.micro_batch import Batch
 
@@ -84,7 +83,8 @@ class Planted:
             own[len(own) // 2].register_forward_hook(lambda _, inputs, out: self._watch(out))
         elif plan.moment == "reduce":
             comm: Any = trainer.learner.sync.comm
-            self._all_reduce, comm.all_reduce = comm.all_reduce, self._around_all_reduce
+            whole = comm.all_reduce
+            comm.all_reduce = lambda *given: self.meet("reduce", whole)(*given)  # noqa: PLW0108
         elif plan.moment == "save":
             store = trainer.store
             trainer.store = type(store)(
@@ -113,9 +113,6 @@ class Planted:
     def _watch(self, out: Tensor) -> None:
         if out.requires_grad:
             out.register_hook(lambda gradient: self.meet("backward", gradient))
-
-    def _around_all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self.meet("reduce", self._all_reduce)(tensor, op)
 
 
 class _Loader:

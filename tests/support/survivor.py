@@ -5,7 +5,8 @@ numbers, with a + for each time that they were started again. It writes what it 
     survivor.py OUT STRATEGY[:own] [KILL …]        own: loss.backward(), optimizer.step()
 
 Among the kills: `wait:STEP`, before that step rank 0 waits for a rank that was started again;
-`until:SIZE`, before each step after the first one it waits for as many ranks; `saves`, after each
+`until:SIZE`, before each step after the first one it waits for as many ranks; `sees:RANK`, before
+the second one for the end of that rank's launcher; `saves`, after each
 step; `differs`, a rank that was started again has another learning rate; `late`, sums arrive
 behind the host, as on a GPU, and those that a lost rank leaves open are garbage; `uneven`, ranks
 have made different numbers of groups.
@@ -33,6 +34,7 @@ from torch.utils.data import TensorDataset
 
 import gradsync as gs
 from gradsync.checkpoint.weights import weights_sha256
+from gradsync.runtime.peers import process_state
 
 STEPS, MICRO_BATCHES, EVALUATED = 6, 8, 12
 
@@ -149,6 +151,10 @@ def main(out: str, strategy: str, *kills: str) -> None:
             size = first if f"wait:{now}" in kills else until if now else 0
             while world.is_main and world.world_size < size and not recovery.one_waits():
                 time.sleep(0.01)
+            for name in (kill[5:] for kill in kills if kill[:5] == "sees:" and now == 1):
+                launcher = Path(out, f"launcher-{name}")
+                while not launcher.exists() or process_state(int(launcher.read_text())) != "ended":
+                    time.sleep(0.01)
             while "waiter:2" in kills and now == 1 and not recovery.one_waits():
                 time.sleep(0.01)
             torch.rand(3)

@@ -24,7 +24,7 @@ LIBRARY = {
     "comm": 2_180,
     "core": 780,
     "data": 1_837,
-    "runtime": 4_949,
+    "runtime": 4_947,
     "sync": 10_131,
 }
 COMMANDS = {

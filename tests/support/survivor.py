@@ -123,8 +123,6 @@ def main(out: str, strategy: str, *kills: str) -> None:
 
         def dying_regroup(number: int, presences: list[Any]) -> None:
             dies("remade")
-            if "uneven" in kills and world.is_main:  # as after a group that only others have made
-                dist.distributed_c10d._world.group_count += 1
             regroup(number, presences)
 
         group.regroup = dying_regroup
@@ -132,6 +130,8 @@ def main(out: str, strategy: str, *kills: str) -> None:
 
         def dying_make_group(*given: Any) -> None:
             dies("grouped")
+            if "uneven" in kills and world.is_main:  # as after a group that only others have made
+                dist.distributed_c10d._world.group_count += 1
             make_group(*given)
 
         group._make_group = dying_make_group

@@ -192,9 +192,7 @@ class Recovery:
             import torch
 
             torch.cuda.synchronize(self.world.device)
-            if self.lost:
-                raise LostPeerError("a rank was lost before all sums had arrived")
-            barrier()  # none has aborted so far: that may end others' sums, with garbage
+            barrier()  # fails if a rank has aborted, which may end others' sums with garbage, too
         try:
             barrier()
         except RuntimeError as error:

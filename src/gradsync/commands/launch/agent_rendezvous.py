@@ -153,7 +153,7 @@ class AgentRendezvous(RendezvousHandler):
             return self._number, self._store.add(NAMED, len(ranks)) - len(ranks)
         job = f"gradsync/{SignedStore(self._store, self._token, '0').name('prefix')}"
         here = [f"{job}/1/here/{rank}" for rank in range(world_size)]
-        if self._nodes and not self._store.check(here):  # a lost launcher's ranks have met nobody
+        if self._nodes and not self._store.check(here):  # what a lost launcher's ranks have left
             for rank in ranks:
                 self._store.delete_key(f"{job}/sessions/{rank}")
                 self._store.delete_key(here[rank])

@@ -83,7 +83,7 @@ class Planted:
             own[len(own) // 2].register_forward_hook(lambda _, inputs, out: self._watch(out))
         elif plan.moment == "reduce":
             comm: Any = trainer.learner.sync.comm
-            whole = comm.all_reduce
+            whole = comm.all_reduce  # `meet` acts at each call, not here
             comm.all_reduce = lambda *given: self.meet("reduce", whole)(*given)  # noqa: PLW0108
         elif plan.moment == "save":
             store = trainer.store

@@ -48,6 +48,9 @@ def main(out: str, strategy: str, *kills: str) -> None:
     def dies(place: str) -> None:
         if f"{me}:{now}:{place}" in kills:
             os.kill(os.getpid(), signal.SIGKILL)
+        if f"{me}:{now}:{place}:stops-all" in kills:
+            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL)
         if f"{me}:{now}:{place}:stops" in kills:
             os.kill(os.getpid(), signal.SIGSTOP)
         if f"{me}:{now}:{place}:asks" in kills:  # a stop, of all

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import psutil
 from torch.distributed import DistNetworkError, PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -24,13 +27,7 @@ from gradsync.errors import RendezvousError
 from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_NODES
 from gradsync.runtime.rejoin import NAMED, ended_key, group_key, joined_key
-from gradsync.runtime.store import (
-    SignedStore,
-    host_store,
-    join_store,
-    token_of,
-    wait_until,
-)
+from gradsync.runtime.store import SignedStore, host_store, join_store, token_of, wait_until
 
 _T = TypeVar("_T")
 _LOOPBACK = "127.0.0.1"
@@ -319,7 +316,14 @@ class AgentRendezvous(RendezvousHandler):
         self._ask(tell, otherwise=None, limit_s=deadline_s - time.monotonic(), over=over)
 
     def shutdown(self) -> bool:
-        """Drop the store, whose socket closes with it, and the agent, which also holds it."""
+        """Drop the store, whose socket closes with it, and the agent, which also holds it. End the
+        connection of a thread that waits for a host that is cut off."""
+        if self._nodes and self._asking and self._asking.is_alive():
+            for each in psutil.Process().net_connections("tcp"):
+                if each.raddr and each.raddr.port == self._nodes.port:
+                    with suppress(OSError), socket.socket(fileno=os.dup(each.fd)) as one:
+                        one.shutdown(socket.SHUT_RDWR)
+            self._asking.join(_KNOCK_S)
         self._store = None
         self.stopped = lambda: False
         return True

@@ -53,10 +53,7 @@ from gradsync.runtime.network import interface_towards
 from gradsync.runtime.peers import process_state
 from gradsync.runtime.rejoin import REJOIN
 from gradsync.runtime.signals import LAUNCHED
-from gradsync.runtime.store import (
-    TOKEN,
-    wait_until,
-)
+from gradsync.runtime.store import TOKEN, wait_until
 
 GRACE_S = 60.0
 """How long ranks may take to save and end after a signal, seconds."""
@@ -154,9 +151,10 @@ def launch_ranks(
     agent = LocalAgent(spec, logs, meeting, shrinks=shrinks, rejoin=rejoin)
     meeting.stopped = lambda: bool(agent.received)
     # No names: the agent must not install its handlers. torch's profiler writes two lines to
-    # standard error at the start and end of a trace.
-    level = environ.get("KINETO_LOG_LEVEL", "99")
-    variables = {_TORCH_SIGNALS: "", "KINETO_LOG_LEVEL": level}
+    # standard error at the start and end of a trace; its warnings about sockets repeat our one-line
+    # errors, with stacks.
+    quiet = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    variables = {_TORCH_SIGNALS: "", **{name: environ.get(name, quiet[name]) for name in quiet}}
     if nodes is None:  # otherwise the user must set the same token on all nodes
         variables[TOKEN] = secrets.token_hex(32)
     elif nodes.count == 1:  # ranks of one host would use its loopback
@@ -412,6 +410,7 @@ class LocalAgent(LocalElasticAgent):
                 start_again(self, number, environ.snapshot() | {REJOIN: str(count)})
                 self._lost.remove(number)
         if not begun and len(self._lost) == len(codes):
+            self._lost.clear()  # their own codes count
             return codes
         return [
             0 if inside and n in self._lost else None if n in lost | self._lost else code

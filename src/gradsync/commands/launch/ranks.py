@@ -98,10 +98,7 @@ def start_ranks(
     from gradsync.commands.launch import local
 
     signals.check()
-    # Torch's warnings about its sockets repeat our one-line errors, with stacks.
-    quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-    with environ.exported(quiet):
-        ended = local.launch_ranks(argv, world_size, log_dir=None, module=module, **options)
+    ended = local.launch_ranks(argv, world_size, log_dir=None, module=module, **options)
     if ended.received is not None:
         raise Stopped(ended.received)
     return ended

@@ -23,13 +23,13 @@ LIBRARY = {
     "checkpoint": 1_259,
     "comm": 2_180,
     "core": 780,
-    "data": 1_837,
-    "runtime": 4_947,
-    "sync": 10_131,
+    "data": 1_832,
+    "runtime": 4_937,
+    "sync": 10_108,
 }
 COMMANDS = {
     "bench": 2_681,
-    "cli": 1_371,
+    "cli": 1_366,
     "compat": 1_191,
     "launch": 1_662,
     "lint": 735,
@@ -38,7 +38,7 @@ COMMANDS = {
     "plan": 2_762,
     "prepare": 918,
     "report": 999,
-    "train": 4_006,
+    "train": 3_998,
     "verify": 2_363,
 }
 """Lines of each package of a floor, docstrings and blanks included."""

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.config_flags import train_arguments
-from support.launchers import (
-    clean_environment,
-    run_command,
-    run_mpich,
-)
+from support.launchers import clean_environment, run_command, run_mpich
 from support.namespaces import Host, program, two_hosts
 from support.small_run import OneRank, small_config
 

@@ -13,12 +13,7 @@ import pytest
 
 from support.config_flags import train_arguments
 from support.fork_server import run_forked
-from support.launchers import (
-    run_command,
-    run_mpirun,
-    run_srun,
-    run_torchrun,
-)
+from support.launchers import run_command, run_mpirun, run_srun, run_torchrun
 from support.slurm_cluster import SlurmCluster
 from support.small_run import OneRank, small_config
 

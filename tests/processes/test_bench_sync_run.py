@@ -15,19 +15,8 @@ import torch
 from gradsync.commands.bench import steps
 from gradsync.commands.bench.entrants import BenchSite, Entrant, TorchDdp
 from gradsync.commands.bench.meter import StepClock
-from gradsync.commands.bench.steps import (
-    PeakMemory,
-    check,
-    judge,
-    reference_losses,
-    run_plan,
-)
-from gradsync.commands.bench.sync_plan import (
-    CHECKED,
-    SyncSettings,
-    bench_plan,
-    parse_contestants,
-)
+from gradsync.commands.bench.steps import PeakMemory, check, judge, reference_losses, run_plan
+from gradsync.commands.bench.sync_plan import CHECKED, SyncSettings, bench_plan, parse_contestants
 from gradsync.commands.models.config import PRESETS, GPTConfig
 from gradsync.errors import RunError
 from support.fork_server import WITH_RANKS, run_forked

@@ -26,10 +26,7 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import FsdpOptions
 from gradsync.sync.shares import whole
 from support.rank_session import open_session
-from support.sync_cases import (
-    SmallNet,
-    leaf_of,
-)
+from support.sync_cases import SmallNet, leaf_of
 
 
 class Blocks(nn.Module):

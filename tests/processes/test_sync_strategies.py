@@ -18,12 +18,7 @@ from gradsync.sync.reducer import sum_gradients
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from support.rank_session import open_session
-from support.sync_cases import (
-    CASES,
-    assert_keeps_its_promise,
-    cases_for,
-    train_case,
-)
+from support.sync_cases import CASES, assert_keeps_its_promise, cases_for, train_case
 
 ON_PROCESSES_ONLY = [name for name, strategy in STRATEGIES.items() if strategy.needs_group]
 """Thread ranks run the others."""

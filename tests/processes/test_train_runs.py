@@ -22,14 +22,7 @@ from gradsync.commands.train.loop import Trainer
 from gradsync.data.micro_batch import Batch
 from gradsync.runtime.environ import exported
 from gradsync.sync.registry import STRATEGIES
-from support.small_run import (
-    Outcome,
-    RankResult,
-    finished,
-    make_data,
-    small_config,
-    train_rank,
-)
+from support.small_run import Outcome, RankResult, finished, make_data, small_config, train_rank
 
 BITWISE = [name for name, strategy in STRATEGIES.items() if strategy.promise == "bitwise"]
 ROUNDING = [name for name, strategy in STRATEGIES.items() if strategy.promise == "rounding"]

@@ -12,16 +12,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
-from support.engine_cases import (
-    PROBLEMS,
-    MicroBatch,
-    Problem,
-    Way,
-    inputs_of,
-    one_rank,
-    raw,
-    train,
-)
+from support.engine_cases import PROBLEMS, MicroBatch, Problem, Way, inputs_of, one_rank, raw, train
 from support.thread_ranks import run_thread_ranks
 
 KIB = 2**-10

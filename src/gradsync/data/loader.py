@@ -36,12 +36,7 @@ from gradsync.data.batch_plan import (
 from gradsync.data.micro_batch import Batch, MicroBatch, make_micro_batch
 from gradsync.data.tokens import TokenDataset
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime.seeds import (
-    kept_generators,
-    seed_draws,
-    seed_micro_batch,
-    stream_seed,
-)
+from gradsync.runtime.seeds import kept_generators, seed_draws, seed_micro_batch, stream_seed
 from gradsync.runtime.signals import HANDLED
 from gradsync.world import World
 

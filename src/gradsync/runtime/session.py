@@ -51,12 +51,7 @@ from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
 from gradsync.runtime.session_options import SessionOptions
-from gradsync.runtime.signals import (
-    LAUNCHED,
-    StopRequest,
-    end_program_as_said,
-    say_interrupted,
-)
+from gradsync.runtime.signals import LAUNCHED, StopRequest, end_program_as_said, say_interrupted
 from gradsync.runtime.stacks import StackFiles
 from gradsync.runtime.store import TOKEN, Presence, SignedStore, check_in
 from gradsync.runtime.watch import REPORT_S, FailureWatch

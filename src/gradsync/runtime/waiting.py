@@ -86,6 +86,9 @@ class WaitReport:
         late = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}
         unexcused = {r: each for r, each in late.items() if not each.excused or r in silent}
         waits = self._rank in waiting
+        if not late and {(x.issued, x.excused) for x in found.values()} == {(own.issued, False)}:
+            others = {rank: each for rank, each in found.items() if rank != self._rank}
+            unexcused = others if {x.where for x in others.values()} != {own.where} else {}
         if excused := bool(late) and not unexcused:
             self._excused_s = own.since_s
         waited_s = own.since_s - self._excused_s
@@ -124,8 +127,8 @@ class WaitReport:
             places.setdefault(each.where, []).append(rank)
         if len(places) == 1:
             return f"in {next(iter(places))}: the network is slow, or stands"
-        said = "; ".join(f"{names(some)} in {place}" for place, some in places.items())
-        return f"in different calls: {said}"
+        all_said = (f"{names(some)} in {place}" for place, some in places.items())
+        return f"in different calls: {'; '.join(all_said)}"
 
     def places(self, late: Mapping[int, Activity]) -> str:
         """Places of the `late` ranks; silent ones are marked."""

@@ -52,15 +52,7 @@ from gradsync.runtime.signals import (
     signal_when_parent_ends,
 )
 from gradsync.runtime.stacks import StackFiles, read_stack, stack_lines
-from gradsync.runtime.store import (
-    HEARD,
-    LEFT,
-    NOTICED,
-    SETTLED,
-    SignedStore,
-    record_of,
-    wait_until,
-)
+from gradsync.runtime.store import HEARD, LEFT, NOTICED, SETTLED, SignedStore, record_of, wait_until
 from gradsync.runtime.waiting import WaitReport
 
 REPORT_S = 10.0

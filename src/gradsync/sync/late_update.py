@@ -39,13 +39,7 @@ from gradsync.comm.process_group import Done
 from gradsync.errors import RunError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.ownership.elementwise import why_not_elementwise
-from gradsync.sync.replicas import (
-    Replicas,
-    WaitingWeights,
-    clip_factor,
-    has_compiled,
-    scale_all,
-)
+from gradsync.sync.replicas import Replicas, WaitingWeights, clip_factor, has_compiled, scale_all
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.watch import postponed, why_not_now

@@ -12,11 +12,7 @@ import torch.distributed as dist
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import RankPlacement, communicator, share_placement, with_cpu_group
-from gradsync.comm.shared_memory.communicator import (
-    SharedMemoryCommunicator,
-    fastest,
-    share_memory,
-)
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, fastest, share_memory
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve

@@ -16,12 +16,7 @@ from gradsync.errors import PeerError
 from gradsync.runtime import signals
 from gradsync.runtime.session import Session
 from gradsync.runtime.session_options import SessionOptions
-from gradsync.runtime.signals import (
-    HANDLED,
-    LAUNCHED,
-    StopRequest,
-    end_program_as_said,
-)
+from gradsync.runtime.signals import HANDLED, LAUNCHED, StopRequest, end_program_as_said
 from support.launchers import run_python
 
 

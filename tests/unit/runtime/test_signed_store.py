@@ -12,13 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from gradsync.errors import LaunchError, RendezvousError
-from gradsync.runtime.store import (
-    TOKEN,
-    Presence,
-    SignedStore,
-    check_in,
-    token_of,
-)
+from gradsync.runtime.store import TOKEN, Presence, SignedStore, check_in, token_of
 
 SECRET = b"0123456789abcdef" * 4
 

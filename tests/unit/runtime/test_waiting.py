@@ -205,6 +205,20 @@ def test_only_a_rank_that_is_late_and_does_not_save_is_stuck() -> None:
     assert run.report.stuck == {}
 
 
+def test_ranks_in_different_calls_wait_for_each_other() -> None:
+    """After a stop was asked for, nothing else would end them. One that is ahead may be in the
+    right place, and so may ranks that save."""
+    elsewhere = Activity(beat=0, waits=True, where=BARRIER)
+    for each, stuck in ((elsewhere, [1, 2]), (replace(elsewhere, issued=1), [])):
+        run = Run()
+        run.wait(9, {1: each})
+        assert run.report.stuck == {}
+        run.wait(10, {1: each}, from_s=10)
+        assert list(run.report.stuck) == stuck
+    run.wait(20, {1: replace(elsewhere, excused=True)}, from_s=11)
+    assert run.report.stuck == {}
+
+
 def test_many_names() -> None:
     assert names([3]) == "rank 3"
     assert names([0, 2, 3]) == "ranks 0, 2 and 3"

@@ -10,15 +10,7 @@ import pytest
 from gradsync.commands.train.config import SyncConfig
 from gradsync.commands.train.config_io import parse_config
 from gradsync.errors import ConfigError
-from gradsync.sync.options import (
-    Grouping,
-    Order,
-    Recipe,
-    ReductionName,
-    Shard,
-    Wire,
-    every_option,
-)
+from gradsync.sync.options import Grouping, Order, Recipe, ReductionName, Shard, Wire, every_option
 from gradsync.sync.registry import STRATEGIES, check_options, find_strategy
 
 REFUSALS = [

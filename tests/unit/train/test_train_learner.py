@@ -17,11 +17,7 @@ from gradsync.commands.bench.entrants import micro_batches_of
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.train.config import OptimConfig
-from gradsync.commands.train.learner import (
-    Learner,
-    build_optimizer,
-    learning_rate,
-)
+from gradsync.commands.train.learner import Learner, build_optimizer, learning_rate
 from gradsync.errors import ConfigError
 from gradsync.world import World
 

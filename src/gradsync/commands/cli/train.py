@@ -13,12 +13,7 @@ from pathlib import Path
 
 from gradsync.commands.train.check import check_request, check_size
 from gradsync.commands.train.config import AUTO, TrainConfig
-from gradsync.commands.train.config_io import (
-    config_text,
-    given_fields,
-    parse_config,
-    to_flags,
-)
+from gradsync.commands.train.config_io import config_text, given_fields, parse_config, to_flags
 from gradsync.commands.train.elastic import Decision, decide, hardware_of, take_flag
 from gradsync.commands.train.faults import FaultPlan
 from gradsync.commands.train.output import default_out

@@ -15,15 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gradsync.commands.plan.choice import (
-    USUAL,
-    Candidate,
-    Costs,
-    Search,
-    choose,
-    preferred,
-    remedy,
-)
+from gradsync.commands.plan.choice import USUAL, Candidate, Costs, Search, choose, preferred, remedy
 from gradsync.commands.plan.description import Hardware
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.workload import Workload, sizes_text

@@ -37,13 +37,7 @@ from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, pla
 from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.options import Recipe
 from gradsync.sync.ownership.elementwise import why_whole
-from gradsync.sync.ownership.host_memory import (
-    Flat,
-    HostUpdate,
-    SharedWeights,
-    can_move,
-    num_uses,
-)
+from gradsync.sync.ownership.host_memory import Flat, HostUpdate, SharedWeights, can_move, num_uses
 from gradsync.sync.reducer import Exchange
 from gradsync.sync.replicas import (
     Replicas,

@@ -31,11 +31,7 @@ from gradsync.comm.values import all_gather_json, same_on_all_ranks
 from gradsync.core.torch_private import foreach_copy_
 from gradsync.errors import ConfigError
 from gradsync.sync.layout import BucketPlan, Item, Piece, pieces_of_shard, plan_buckets
-from gradsync.sync.ownership.elementwise import (
-    PieceOptimizer,
-    warn_of_threads,
-    why_not_elementwise,
-)
+from gradsync.sync.ownership.elementwise import PieceOptimizer, warn_of_threads, why_not_elementwise
 from gradsync.sync.shares import HeldState, Owners, Share, State, flat_state, is_elementwise
 from gradsync.world import World
 

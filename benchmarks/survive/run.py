@@ -13,6 +13,7 @@ network namespaces (root), with a cable that is cut, too.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -329,6 +330,8 @@ def goodput(seconds: float, every_s: float, *, ranks: int) -> dict[str, Any]:
     cable, over those in one without, which runs for a tenth of the time before and after.
 
     The cable is cut for 1 to 8 s. The second host's launcher is started again when it has ended.
+    The processors stay, whoever is lost, and serve fewer ranks; `paused` is the share of the time
+    in which no step was done.
     """
     draw, width, faults = random.Random(0), 1536, []
     with two_hosts() as hosts:
@@ -350,7 +353,8 @@ def goodput(seconds: float, every_s: float, *, ranks: int) -> dict[str, Any]:
                     os.kill(here[draw.choice(sorted(here))], signal.Signals[kind])
                 faults.append({"kind": kind, "at": round(now_s, 1), "ranks": len(here)})
             time.sleep(0.1)
-        took_s, done = time.monotonic() - began, run.steps() - first
+        ended = time.monotonic()
+        took_s, done = ended - began, run.steps() - first
         lines, code = run.stop()
         quiet.append(_rate(ranks, seconds / 10, given))
     kinds = [fault["kind"] for fault in faults]
@@ -362,9 +366,22 @@ def goodput(seconds: float, every_s: float, *, ranks: int) -> dict[str, Any]:
         "steps_per_s": round(done / took_s, 3),
         "steps_per_s_undisturbed": [round(rate, 3) for rate in quiet],
         "goodput": round(done / took_s / statistics.mean(quiet), 4),
+        "paused": round(paused_s(lines, began, ended) / took_s, 4),
         "exit_code": code,
         "same_bits": same_end(lines, steps=given["steps"], width=width),
     }
+
+
+def paused_s(lines: list[dict[str, Any]], began: float, ended: float) -> float:
+    """Seconds without a step: what the long waits for the next one have above the median one."""
+    first = {}
+    for line in lines:
+        if line["kind"] == "committed" and began < line["at"] < ended:
+            first[line["step"]] = min(line["at"], first.get(line["step"], ended))
+    moments = sorted(first.values())
+    waits = [after - before for before, after in itertools.pairwise(moments)]
+    usual = statistics.median(waits)
+    return sum(wait - usual for wait in waits if wait > 5 * usual)
 
 
 def cut(host: Host, seconds: float) -> None:

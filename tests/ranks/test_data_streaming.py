@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import IterableDataset
+from torch.utils.data import DataLoader
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.loader import loader
@@ -93,8 +94,9 @@ def test_a_stream_does_not_know_where_its_epoch_ends() -> None:
 
 def test_the_micro_batches_are_those_of_a_map_style_data_set() -> None:
     rows = [{"number": number} for number in range(20)]
-    known = loader(rows, World(), **OPTIONS, num_epochs=2, shuffle=False)
-    assert numbers(read(stream(rows, num_epochs=2))) == numbers(read(known))
+    known = numbers(read(loader(rows, World(), **OPTIONS, num_epochs=2, shuffle=False)))
+    for data in (rows, DataLoader(rows, batch_size=None)):
+        assert numbers(read(stream(data, num_epochs=2))) == known
 
 
 def test_ranks_agree_on_whether_to_synchronise() -> None:
@@ -424,6 +426,7 @@ def test_places_that_are_none_are_passed_over(damage: dict[str, Any]) -> None:
         ([1], {"global_batch_size": 7}, "global_batch_size=7 is not a multiple"),
         ([1], {"num_epochs": 0}, "num_epochs must be at least 1; got 0"),
         (iter([1]), {"num_epochs": 2}, "list_iterator can be read once and num_epochs is 2"),
+        (DataLoader([1, 2]), {}, "DataLoader gives batches, not samples: give it batch_size=None"),
     ],
 )
 def test_misuse_is_named(data: Any, options: dict[str, Any], message: str) -> None:

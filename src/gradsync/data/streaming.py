@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
@@ -65,7 +65,7 @@ class StreamLoader:
 
     Raises:
         ConfigError: inexact batch arithmetic; a data set readable only once, for several passes.
-        DataError: while iterating: ranks read different streams.
+        DataError: a DataLoader of batches; while iterating: ranks read different streams.
     """
 
     def __init__(
@@ -83,6 +83,8 @@ class StreamLoader:
         device: torch.device | str | None = None,
     ) -> None:
         require_at_least(1, num_epochs=num_epochs)
+        if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
+            raise DataError("this DataLoader gives batches, not samples: give it batch_size=None")
         if isinstance(dataset, Iterator) and num_epochs != 1:
             raise ConfigError(
                 f"{type(dataset).__name__} can be read once and num_epochs is {num_epochs}: give "

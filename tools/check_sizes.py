@@ -23,7 +23,7 @@ LIBRARY = {
     "checkpoint": 1_259,
     "comm": 2_180,
     "core": 780,
-    "data": 1_835,
+    "data": 1_834,
     "runtime": 4_937,
     "sync": 10_108,
 }

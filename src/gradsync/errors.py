@@ -20,6 +20,8 @@ Catch broadly (`GradsyncError`), recover narrowly.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 
 class GradsyncError(Exception):
     """Base of every error gradsync raises on purpose. `exit_code` is the command's exit code."""
@@ -63,7 +65,15 @@ class DivergenceError(RunError):
 
 class DriftError(RunError):
     """Replicas hold different bits; raised on all ranks that compared them, and names a tensor
-    and the ranks."""
+    and the ranks.
+
+    Args:
+        sides: the ranks that hold the same bits as each other.
+    """
+
+    def __init__(self, message: str, sides: Collection[Sequence[int]] = ()) -> None:
+        super().__init__(message)
+        self.sides = sides
 
 
 class LostPeerError(RunError):

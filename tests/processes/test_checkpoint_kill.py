@@ -122,13 +122,15 @@ def test_a_full_disk_keeps_what_was_there(small_disk: Path):
     assert store.load(first).tensors["model"]["w"].eq(1).all()
 
 
-def test_a_last_write_that_fails_is_no_success(tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", ["", "time.sleep(1); del model; gc.collect()"])
+def test_a_last_write_that_fails_is_no_success(then: str, tmp_path: Path) -> None:
     """The program is over before the disk is found to be full, without `sync.close()`."""
-    program = """
-import sys, torch, gradsync as gs
+    program = f"""
+import gc, sys, time, torch, gradsync as gs
 model = torch.nn.Linear(2, 2)
 gs.replicate(model, gs.World())
 gs.save(sys.argv[1], step=1, model=model)
+{then}
 print("done")
 sys.exit(75)
 """

@@ -122,14 +122,39 @@ def test_a_rank_that_differs_does_not_join(tmp_path: Path, alone: dict[str, Any]
     assert [end["sha256"] for end in told(tmp_path / "out")] == [alone["sha256"]] * 2
 
 
+def test_a_rank_that_differs_does_not_join_after_another_loss(
+    tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    kills = ["1:1:data", "wait:3", "1+:0:loaded:drifts", "0:*:compares"]
+    done = launch(tmp_path / "out", 3, "invariant", *kills, rejoin=1).ok()
+    assert "rank 1, started again, leaves: replicas differ" in done.stderr
+    assert [end["sha256"] for end in told(tmp_path / "out")] == [alone["sha256"]]
+
+
+def test_ranks_that_differ_already_end_when_another_one_joins(tmp_path: Path) -> None:
+    kills = ["1:1:data", "2:1:data:drifts", "wait:3"]
+    done = launch(tmp_path / "out", 3, "invariant", *kills, rejoin=1)
+    assert done.returncode == 1
+    assert "replicas differ" in done.stderr
+    assert "leaves" not in done.stderr
+
+
 def test_when_all_are_lost_the_run_has_failed(tmp_path: Path) -> None:
     done = launch(tmp_path / "out", 2, "invariant", "0:2:data", "1:1:data", rejoin=0)
     assert done.returncode == 1
     assert "rank 0 was ended by SIGKILL" in done.stderr
 
 
-def test_a_stopped_rank_is_left_behind(tmp_path: Path, alone: dict[str, Any]) -> None:
-    launch(tmp_path / "out", 3, "invariant", "1:2:forward:stops").ok()
+def test_the_last_checkpoint_is_written_though_its_writer_is_lost(tmp_path: Path) -> None:
+    done = launch(tmp_path / "out", 3, "invariant", "saves", "0:*:step-00000006").ok()
+    assert "rank 0 was ended by SIGKILL" in done.stderr
+    assert (tmp_path / "out/checkpoints/step-00000006/manifest.json").exists()
+
+
+@pytest.mark.parametrize("when", ["2:forward", "5:stepped"])
+def test_a_stopped_rank_is_left_behind(tmp_path: Path, when: str, alone: dict[str, Any]) -> None:
+    """After the last step, too: by the launcher."""
+    launch(tmp_path / "out", 3, "invariant", f"1:{when}:stops").ok()
     assert [end["sha256"] for end in told(tmp_path / "out")] == [alone["sha256"]] * 2
 
 
@@ -173,6 +198,25 @@ def test_an_exception_ends_the_run(tmp_path: Path) -> None:
 def test_what_cannot_go_on_is_refused(strategy: str, more: dict[str, Any]) -> None:
     with gs.init(on_loss="shrink") as world, pytest.raises(ConfigError, match="on_loss='"):
         gs.replicate(nn.Linear(2, 2), world, strategy=strategy, **more)
+
+
+def test_a_sharded_optimizer_is_refused() -> None:
+    weights = [nn.Parameter(torch.zeros(2))]
+    with gs.init(on_loss="shrink") as world, pytest.raises(ConfigError, match="on_loss='shrink'"):
+        gs.ShardedOptimizer(weights, torch.optim.SGD, world=world, lr=0.1)
+
+
+def test_draws_go_on_after_a_step() -> None:
+    """Else a loop of one's own would have the same noise in every step."""
+    drawn = []
+    for on_loss in ("end", "shrink"):
+        with gs.init(seed=1, on_loss=on_loss) as world:
+            sync = gs.replicate(nn.Linear(2, 2), world)
+            for _ in range(3):
+                for attempt in sync.attempts():
+                    with attempt:
+                        drawn.append(torch.rand(()).item())
+    assert drawn[:3] == drawn[3:]
 
 
 def test_half_a_step_is_refused() -> None:

@@ -7,7 +7,8 @@ import errno
 import json
 import math
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,9 @@ class Word(str, enum.Enum):  # noqa: UP042 (as in many a script)
 def test_extra_comes_back_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that a wrapper gives, tensors that need gradients, and a folder as it was then."""
     monkeypatch.chdir(tmp_path)
-    model = Net()
-    sync = alone(model)
+    model, other = Net(), Net()
+    sync, _ = alone(model), alone(other)  # each waits for the other's write
+    monkeypatch.setattr(Filesystem, "sync_file", lambda *_: time.sleep(0.1))
     average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
     weight = torch.ones(2, requires_grad=True)
     extra = {
@@ -193,9 +195,12 @@ def test_extra_comes_back_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "w": torch.zeros(2, dtype=torch.int8),
         "odd": [math.nan, -math.inf, 2**70, np.float32(0.5), np.bool_(True), Word.A, None],
         True: ("a", ()),
+        "milestones": Counter([2, 5, 5]),
     }
     gs.save("mine", step=0, model=model, extra=extra)
-    gs.save("mine", step=1, model=model, extra=extra, keep_last=9)
+    (tmp_path / "link").symlink_to(tmp_path)
+    gs.save("link/mine", step=1, model=other, extra=extra, keep_last=9)
+    assert (tmp_path / "mine" / "step-00000000").exists()
     (tmp_path / "mine" / "step-notes").mkdir()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -207,8 +212,29 @@ def test_extra_comes_back_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["w"].dtype == torch.int8
     assert repr(found["odd"]) == f"[nan, -inf, {2**70}, 0.5, True, 'a', None]"
     assert found[True] == ("a", ())
+    assert list(found["milestones"].elements()) == [2, 5, 5]  # MultiStepLR in a SequentialLR
     assert gs.load(tmp_path / "elsewhere", model=model) == (0, None)
     sync.close()
+
+
+@pytest.mark.parametrize("make", [gs.loader, gs.stream_loader])
+def test_a_batch_that_nothing_read_is_not_left_out(make: Any, tmp_path: Path) -> None:
+    """At the top of a loop's body, or one that a zip has taken."""
+    model = Net()
+    alone(model)
+    sizes = {"global_batch_size": 8, "micro_batch_size": 8, "num_epochs": 1}
+    loader = make(DATA, World(), **sizes, seed=0)
+    given = {"folder": tmp_path, "model": model, "loader": loader}
+    for batch, _ in zip(loader, range(1), strict=False):
+        assert loader.state_dict()["steps"] == 0
+        first = list(batch)
+        assert loader.state_dict()["steps"] == 1
+    gs.save(step=1, **given)
+    after = [batch.number for batch in loader if list(batch)]
+    assert after == [*range(1, len(after) + 1)]
+    gs.load(**given)
+    assert [batch.number for batch in loader if list(batch)] == after
+    assert len(first) == 1
 
 
 @pytest.mark.parametrize("change", ["order", "groups", "swapped"])
@@ -234,10 +260,11 @@ def test_optimizers_in_another_order_are_refused(change: str, tmp_path: Path) ->
 
 
 def test_a_damaged_folder_is_no_new_run(tmp_path: Path) -> None:
-    run(1, tmp_path, steps=1, save_at=(1,))
-    (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="step-00000001"):
-        run(2, tmp_path, steps=2)
+    run(1, tmp_path / "checkpoints", steps=1, save_at=(1,))
+    (tmp_path / "checkpoints/step-00000001/manifest.json").write_text("{}")
+    for asked, said in (("checkpoints", "0001"), ("step-00000007", "missing"), ("", "give its")):
+        with pytest.raises(CheckpointError, match=said):
+            run(2, tmp_path / asked, steps=2)
 
 
 def test_what_is_not_of_this_run_is_refused(tmp_path: Path) -> None:
@@ -282,22 +309,17 @@ def test_a_full_disk_ends_the_run(tmp_path: Path, where: str) -> None:
     sync.backward(model(torch.ones(2, 3)).sum(), weight=2)
     assert sync.step(optimizer).stop == asked.is_set()
 
-    def save() -> None:
+    def go_on() -> None:
         gs.save(tmp_path, step=1, model=model, optimizer=optimizer)
+        if where == "close":
+            sync.close()
+        elif where == "step":
+            sync.writers[tmp_path]._thread.join()
+            sync.backward(model(torch.ones(2, 3)).sum(), weight=2)
+            sync.step(optimizer)
 
-    def step() -> None:
-        save()
-        sync.writers[tmp_path]._thread.join()
-        sync.backward(model(torch.ones(2, 3)).sum(), weight=2)
-        sync.step(optimizer)
-
-    def close() -> None:
-        save()
-        sync.close()
-
-    acts: dict[str, Callable[[], None]] = {"step": step, "close": close, "stop": save}
     with pytest.raises(CheckpointError, match="No space left on device"):
-        acts[where]()
+        go_on()
     sync.close()
 
 

@@ -101,6 +101,20 @@ def test_what_a_strategy_keeps_comes_along(strategy: str) -> None:
     assert bits(whole["model"]) != bits(begin["model"])
 
 
+def test_an_optimizers_state_may_have_another_dtype_than_its_weight() -> None:
+    """Torch would cast it; where the weight has another dtype than the saved one, it has to."""
+    for dtype, kept in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        model = nn.Linear(3, 3, bias=False).to(dtype)
+        sync = replicate(model, comm=SingleCommunicator())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if kept != dtype:
+            optimizer.state[model.weight]["momentum_buffer"] = torch.full((3, 3), 1 / 3)
+            state = sync.state_dict(optimizer)
+        sync.load_state_dict(state, optimizer)
+        found = optimizer.state[model.weight]["momentum_buffer"]
+        assert bits(found) == bits(torch.full((3, 3), 1 / 3).to(kept))
+
+
 def test_weights_alone() -> None:
     model = Net()
     sync = replicate(model, comm=SingleCommunicator())

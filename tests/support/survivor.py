@@ -34,6 +34,7 @@ from torch.utils.data import TensorDataset
 
 import gradsync as gs
 from gradsync.checkpoint.weights import weights_sha256
+from gradsync.core.files import Filesystem
 from gradsync.runtime.peers import process_state
 
 STEPS, MICRO_BATCHES, EVALUATED = 6, 8, 12
@@ -46,7 +47,7 @@ def main(out: str, strategy: str, *kills: str) -> None:
     now, queued, first = 0, False, int(os.environ.get("WORLD_SIZE", "1"))
 
     def dies(place: str) -> None:
-        if f"{me}:{now}:{place}" in kills:
+        if f"{me}:{now}:{place}" in kills or f"{me}:*:{place}" in kills:
             os.kill(os.getpid(), signal.SIGKILL)
         if f"{me}:{now}:{place}:stops-all" in kills:
             os.kill(os.getppid(), signal.SIGTERM)
@@ -77,6 +78,8 @@ def main(out: str, strategy: str, *kills: str) -> None:
         if (cut := f"{me}:{now}:{place}:cut-off") in kills and cut not in once:
             once.append(cut)  # for a moment: all ranks live
             cast("Any", recovery)._group._cut()
+        if f"{me}:{now}:{place}:drifts" in kills:
+            model[0].weight.data[0, 0] += 1e-3
         if f"{me}:{now}:{place}:raises" in kills:
             raise ValueError("a bug of the program")
 
@@ -142,10 +145,25 @@ def main(out: str, strategy: str, *kills: str) -> None:
         loader = gs.loader(data, world, global_batch_size=16, micro_batch_size=2, num_epochs=1)
         done, losses, draws, seen = [], [], [], []
         parts = {"model": model, "optimizer": optimizer, "loader": loader}
+        rename = Filesystem.rename
+
+        def dying_rename(files: Filesystem, source: Path, target: Path) -> None:
+            dies(target.name)
+            rename(files, source, target)
+
+        Filesystem.rename = dying_rename  # type: ignore[method-assign]
+        check = sync.check_replicas
+
+        def dying_check(optimizer: Any) -> None:
+            dies("compares")
+            check(optimizer)
+
+        sync.check_replicas = dying_check  # type: ignore[method-assign]
         dies("built")
         steps, state = gs.load(Path(out, "checkpoints"), **parts)
         if state:
             scheduler.load_state_dict(state)
+        dies("loaded")
         if "differs" in kills and "+" in me:
             optimizer.param_groups[0]["lr"] = 0.3
         for batch in loader:

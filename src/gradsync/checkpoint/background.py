@@ -15,9 +15,9 @@ import logging
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -41,8 +41,7 @@ class BackgroundWriter:
         self.store = store
         self._copies: dict[tuple[str, str], Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        atexit.register(_fail_if_unsaid, weakref.ref(self))
+        self._unsaid: list[BaseException] = []  # outlives this object
 
     def save(self, snapshot: Snapshot, *, owned: bool = False) -> None:
         """Copy the snapshot and start to write it, once the last one is written. If it is
@@ -53,6 +52,7 @@ class BackgroundWriter:
                 written.
         """
         self.wait()
+        wait_for_writes(self.store.directory)  # of another object
         if isinstance(snapshot.tensors, InOrder):
             self.store.save(snapshot)
             return
@@ -62,22 +62,19 @@ class BackgroundWriter:
         state = snapshot.state if owned else copy.deepcopy(snapshot.state)
         kept = replace(snapshot, tensors=copied, state=state)
         # Not a daemon: a program that ends here has the checkpoint written.
-        self._thread = threading.Thread(
-            target=self._write, args=(kept,), name="gradsync-checkpoint", daemon=False
-        )
+        name = f"gradsync-checkpoint {os.path.realpath(self.store.directory)}"
+        self._thread = threading.Thread(target=self._write, args=(kept,), name=name, daemon=False)
         self._thread.start()
 
     def check(self) -> None:
         """Raise the error of a write that has ended; does not wait."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._unsaid:
+            raise self._unsaid.pop()
 
     def wait(self) -> None:
         """Wait until nothing is being written, then `check`."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
         self.check()
 
     def _copy(self, stem: str, tensors: Mapping[str, Tensor], *, owned: bool) -> dict[str, Tensor]:
@@ -101,15 +98,20 @@ class BackgroundWriter:
         try:
             self.store.save(snapshot)
         except BaseException as error:  # raised again in the thread that trains
-            self._error = error
+            self._unsaid.append(error)
+            atexit.register(_fail_if, self._unsaid)
             _log.warning("%s", error)
 
 
-def _fail_if_unsaid(writer: weakref.ref[BackgroundWriter]) -> None:
+def wait_for_writes(folder: Path) -> None:
+    """Wait until no thread of this process writes to `folder`, or to the one it is in."""
+    for thread in threading.enumerate():
+        if f"gradsync-checkpoint {os.path.realpath(folder)}/".startswith(f"{thread.name}/"):
+            thread.join()
+
+
+def _fail_if(unsaid: list[BaseException]) -> None:
     """Give a program that is over, whatever its exit code, that of a write's error not raised."""
-    try:
-        if (alive := writer()) is not None:
-            alive.check()
-    except BaseException as error:
+    if unsaid:
         sys.stdout.flush()
-        os._exit(getattr(error, "exit_code", 1))
+        os._exit(getattr(unsaid[0], "exit_code", 1))

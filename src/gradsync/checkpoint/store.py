@@ -70,7 +70,7 @@ _STATE_NAME = "state.json"
 _OLD = ".old"
 _LEARNT = frozenset({"model", "optimizer", "sync"})
 """Kinds of tensors that the next step depends on."""
-_STEP_NAME = re.compile(r"step-(\d{8,})(\.old)?")
+STEP_NAME = re.compile(r"step-(\d{8,})(\.old)?")
 
 Problems = list[str]
 """One line for each unusable checkpoint, with file and reason."""
@@ -248,18 +248,17 @@ class CheckpointStore:
                     continue
                 found = self._examine(path, contents=path not in self._verified)
                 if isinstance(found, CheckpointInfo):
-                    self._verified.add(path)
                     good.add(_plain(path))
         except OSError as error:
             _log.warning("old checkpoints in %s stay: %s", self.directory, error)
 
     def _best(self) -> list[Path]:
-        """The `keep_best` checkpoints with the lowest validation loss; of equal ones the newest."""
+        """The `keep_best` good ones with the lowest validation loss; of equal ones the newest."""
         found = []
         for number, path in self._ordered() if self.keep_best else ():
-            with suppress(CheckpointError):
-                if (loss := Manifest.read(path).val_loss) is not None:
-                    found.append((loss, -number, path))
+            info = self._examine(path, contents=path not in self._verified)
+            if isinstance(info, CheckpointInfo) and (loss := info.manifest.val_loss) is not None:
+                found.append((loss, -number, path))
         return [path for *_, path in sorted(found)[: self.keep_best]]
 
     def _ordered(self) -> Sequence[tuple[int, Path]]:
@@ -269,7 +268,7 @@ class CheckpointStore:
         """
         found = []
         for path in self.directory.iterdir() if self.directory.is_dir() else ():
-            if match := _STEP_NAME.fullmatch(path.name):
+            if match := STEP_NAME.fullmatch(path.name):
                 found.append((int(match[1]), match[2] is None, path))
         ordered, before = [], 0
         for step, is_plain, path in sorted(found):
@@ -286,6 +285,7 @@ class CheckpointStore:
             manifest.verify(path, contents=contents)
             if contents:
                 _read_files(path, manifest)
+                self._verified.add(path)
         except CheckpointError as error:
             return error
         return CheckpointInfo(path=path, manifest=manifest)
@@ -320,7 +320,7 @@ def resolve(path: Path) -> tuple[Path, Problems]:
     ConfigError if there is no checkpoint, CheckpointError if there is no good one.
     """
     path = Path(path)
-    if (path / MANIFEST_NAME).exists() or _STEP_NAME.fullmatch(path.name):
+    if (path / MANIFEST_NAME).exists() or STEP_NAME.fullmatch(path.name):
         if not path.is_dir():
             raise ConfigError(f"{path}: no such checkpoint")
         return path, []

@@ -169,6 +169,7 @@ class Loader:
         self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
         self._samples = self._steps = 0
         self._dealt_again = False
+        self._latest: tuple[Batch, int] | None = None  # the last one, and where it began
         self._batches: Iterator[Any] | None = None  # of the iteration in progress
         self._dealt_for = (0, 0)  # this rank's number, and that of the ranks
 
@@ -177,8 +178,16 @@ class Loader:
         """Epochs consumed: 1.25 is a quarter through the second epoch."""
         return self._samples / self._order.num_samples
 
+    @property
+    def _position(self) -> tuple[int, int]:
+        """Samples and steps before the next batch: the last one again if nothing has read it."""
+        if self._latest is None or self._latest[0].is_read:
+            return self._samples, self._steps
+        return self._latest[1], self._latest[0].number
+
     def __iter__(self) -> Iterator[Batch]:
         self.close()
+        self._samples, self._steps = self._position
         if self._samples >= self._stop and self._world.is_main:
             log.warning(
                 "gs.loader gives no batches: all epochs of num_epochs= are done. Either gs.load "
@@ -206,6 +215,7 @@ class Loader:
                     dealt_for=self._dealt_for,
                     deal=partial(self._deal_again, start, stop, number),
                 )
+                self._latest = batch, start
                 yield batch
                 if self._dealt_again and self._batches is not None:
                     self._dealt_again, batches = False, self._batches
@@ -246,11 +256,12 @@ class Loader:
         return next(batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the loader after the last step handed out: equal on all ranks, valid for any
-        world size, `num_workers` and global batch size."""
+        """Position of the loader after the last batch that was read: equal on all ranks, valid for
+        any world size, `num_workers` and global batch size."""
+        samples, steps = self._position
         return {
-            "samples": self._samples,
-            "steps": self._steps,
+            "samples": samples,
+            "steps": steps,
             "seed": self._order.seed,
             "shuffle": self._order.shuffle,
             "dataset": self._fingerprint,
@@ -265,7 +276,7 @@ class Loader:
         fixed = ("dataset", *known, "seed", "shuffle")
         check_state(state, self.state_dict(), ("samples", "steps"), fixed)
         self.close()
-        self._samples, self._steps = state["samples"], state["steps"]
+        self._samples, self._steps, self._latest = state["samples"], state["steps"], None
 
     def _spans(self, start: int) -> Iterator[tuple[StepSpan, int]]:
         """The steps from stream position `start`, each with the position after it."""

@@ -143,7 +143,7 @@ class Batch:
 
     def _begin(self, number: int) -> None:
         self._left = deque(self._span.micro_batches)
-        self._taken = False
+        self.is_read = False  # Whether iteration of its micro-batches has begun
         if self._seed is not None:
             seed_draws(self._seed, "before", number)
 
@@ -166,7 +166,7 @@ class Batch:
         """
         if self._dealt_for == (rank, world_size):
             return
-        if self._taken:
+        if self.is_read:
             raise ConfigError(
                 f"the micro-batches of step {self.number} were read before ranks were lost or "
                 "joined: read them in the block of sync.attempts(batch)"
@@ -188,12 +188,12 @@ class Batch:
         return len(self._span.micro_batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        if self._taken:
+        if self.is_read:
             raise RuntimeError(
                 f"the micro-batches of step {self.number} can be read once, before the next step "
                 "begins (or in each attempt of a step whose batches are given to sync.attempts)"
             )
-        self._taken = True
+        self.is_read = True
         return self._hand_out()
 
     def _hand_out(self) -> Iterator[MicroBatch]:
@@ -227,7 +227,7 @@ class Batch:
 
     def drain(self) -> None:
         """Read the rest of the step, so that the next one starts in the right place."""
-        self._taken = True
+        self.is_read = True
         while self._left:
             self._left.popleft()
             self._read()

@@ -112,14 +112,17 @@ class StreamLoader:
         self._first = _START  # start of the first step of this pass
         self._recent: deque[Place] = deque(maxlen=_COMPARED)  # starts of the last steps
         self._is_lost = False  # whether the data set's position is unknown, as after an error
+        self._latest: tuple[Batch, tuple[Place, list[str], int]] | None = None  # not counted yet
 
     def __iter__(self) -> Iterator[Batch]:
         finalizing = sys.is_finalizing  # at exit this module's names may be gone
+        self._is_lost = self._is_lost or not self._settle()
         try:
             while (step := self._next_step()) is not None:
                 yield step
         finally:
             if self._seed is not None and not finalizing():
+                self._settle()
                 seed_draws(self._seed, "after", self._state["steps"])
 
     def close(self) -> None:
@@ -128,8 +131,9 @@ class StreamLoader:
         self._is_lost = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the loader after the last step handed out: equal on all ranks, valid for any
-        world size. Loading it reads samples again, to check that the stream is unchanged."""
+        """Position of the loader after the last batch that was read: equal on all ranks, valid for
+        any world size. Loading it reads samples again, to check that the stream is unchanged."""
+        self._settle()
         recent = self._recent[0] if self._recent else _START
         return deepcopy(self._state | {"recent": recent, "first": self._first})
 
@@ -144,7 +148,7 @@ class StreamLoader:
         counters = ("samples", "steps", "global_batch_size", "micro_batch_size")
         check_state(state, self._state, counters, ("dataset", "seed"))
         state = {"digest": "", "first": _START, **state}
-        self._is_lost = True
+        self._is_lost, self._latest = True, None
         for place in (state.get("recent"), state["first"], _START):
             if not isinstance(place, Mapping) or place.keys() < _START.keys():
                 continue
@@ -185,6 +189,7 @@ class StreamLoader:
         """Read the next global batch, keep this rank's part, and compare the batch over ranks."""
         if self._is_lost:
             self.load_state_dict(self.state_dict())
+        self._settle(read=True)
         start, number = self._place(), self._state["steps"]
         mine = self.plan.micro_batches_of(self._rank)
         self._is_lost = True  # after an error, iterating again restarts this step
@@ -195,17 +200,18 @@ class StreamLoader:
         self._is_lost = False
         if not count:
             return None
-        self._count(start, digests, count)
         last_rank = self.plan.micro_batches_of(self.plan.world_size - 1)
         first, size = start["samples"], self.plan.micro_batch_size
         parts = [MicroBatchSpan(i, first + i * size, held) for i, (_, held) in own.items()]
-        return Batch(
+        batch = Batch(
             StepSpan(len(digests), parts, everyone_has_some=last_rank[0] < len(digests)),
             iter([batch for batch, _ in own.values()]).__next__,
             number=number,
             device=self._device,
             seed=self._seed,
         )
+        self._latest = batch, (start, digests, count)
+        return batch
 
     def _read_step(
         self, count: int, size: int, mine: Container[int]
@@ -227,6 +233,16 @@ class StreamLoader:
             if index in mine:
                 own[index] = (self._collate_fn(group), len(group))
         return own, digests, total
+
+    def _settle(self, *, read: bool = False) -> bool:
+        """Count the last batch if it was read; whether it was, or there is none."""
+        if self._latest is None:
+            return True
+        batch, counts = self._latest
+        if read or batch.is_read:
+            self._latest = None
+            self._count(*counts)
+        return self._latest is None
 
     def _count(self, start: Place, digests: list[str], count: int) -> None:
         """Record a step that began at `start`."""

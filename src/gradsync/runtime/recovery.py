@@ -154,9 +154,11 @@ class Recovery:
         """The last of them that this rank has joined."""
         self._saved: int | None = None
         """The step of the checkpoint at which others may join before the next step."""
-        self._new: set[int] = set()  # names of ranks that were not compared with the others yet
+        self._new: set[int] = set()  # names of ranks that have done no step with the others yet
         self.incidents: list[dict[str, Any]] = []
         """Losses and joins that are in no file yet."""
+        self.unsure: list[Callable[[], None]] = []
+        """Since the last step, what sees to it that a checkpoint gets written if rank 0 is lost."""
         self.handles: WeakSet[Handle] = WeakSet()
         """Everything that synchronises a model."""
         self._stale = False
@@ -201,6 +203,9 @@ class Recovery:
             if not recovers or not self.recover(error, **report):
                 raise
         self.committed += 1
+        self._new.clear()
+        if not evaluates:
+            self.unsure.clear()
 
     def rebind(self, *, again: bool = False) -> None:
         """Make the handles continue in the new group, if there is one. With `again`, a rank that is
@@ -307,6 +312,12 @@ class Recovery:
             self._saved = step
         return True
 
+    def make_sure(self) -> None:
+        """At the end, on all ranks: the last checkpoints are on disk. For each, a broadcast from
+        rank 0, whole group."""
+        while self.unsure:
+            self.unsure.pop(0)()
+
     def let_join(self) -> Collection[int]:
         """Before a step, on all ranks: take in ranks that wait, if there is a checkpoint for them,
         or join the others. Returns the new ranks of the group, which are to be compared."""
@@ -315,9 +326,7 @@ class Recovery:
         elif self._saved is not None:
             self.recover(None, saved=self._saved)
         self.rebind(again=True)
-        newcomers = [rank for rank, name in enumerate(self._names) if name in self._new]
-        self._new.clear()
-        return newcomers
+        return [rank for rank, name in enumerate(self._names) if name in self._new]
 
     def leave_out(self, newcomers: Collection[int], why: str) -> None:
         """Go on without ranks that have joined, and differ from the others; they end."""

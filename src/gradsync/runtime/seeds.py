@@ -16,7 +16,7 @@ alike. A program with its own random streams turns this off:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -48,9 +48,8 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
     seed_draws(seed, "leaf", step, micro_batch)
 
 
-@contextmanager
-def kept_generators() -> Generator[None]:
-    """Enclose draws that later ones must not notice, as those of an evaluation."""
+def keep_generators() -> Callable[[], None]:
+    """Puts the global generators back to what they are now, when called."""
     import random
 
     import numpy as np
@@ -58,14 +57,25 @@ def kept_generators() -> Generator[None]:
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
+
+    return put_back
+
+
+@contextmanager
+def kept_generators() -> Generator[None]:
+    """Enclose draws that later ones must not notice, as those of an evaluation."""
+    put_back = keep_generators()
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def seed_draws(

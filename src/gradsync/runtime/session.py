@@ -124,6 +124,12 @@ class Session:
         return world
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if _is_orderly(error) and self.world.recovery is not None:
+                self.world.recovery.make_sure()
+        except BaseException as failed:
+            self.close(failed)
+            raise
         self.close(error)
 
     def open(self) -> World:
@@ -177,7 +183,7 @@ class Session:
             PeerError: `error` only follows from another rank's failure.
             LostPeerError: a collective failed because another rank is late or has left.
         """
-        orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
+        orderly = _is_orderly(error)
         watch, self.watch = self.watch, None
         if isinstance(error, AttributeError) and error.name == "module":
             error.add_note("gs.replicate wraps nothing: write `model`, not `model.module`")
@@ -587,3 +593,7 @@ def init(
             stacks_dir=os.fspath(stacks_dir),
         )
     )
+
+
+def _is_orderly(error: BaseException | None) -> bool:
+    return error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)

@@ -206,6 +206,8 @@ class FailureWatch:
             f"rank {self._rank}: a connection to another rank ended, though every rank is alive "
             "and none has failed or left"
         )
+        if self._on_loss is not None:
+            said += ", or this group was made before a loss: make another one after it"
         if left := self.peers.left():
             said = (
                 f"rank(s) {', '.join(map(str, left))} had left in good order while rank "

@@ -6,16 +6,17 @@ So the block stands in a loop, which ends once the step is committed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import json
+from collections.abc import Callable, Collection, Sequence
 
 from gradsync.comm.groups import communicator
+from gradsync.comm.values import all_gather_json
 from gradsync.data.micro_batch import Batch
 from gradsync.errors import ConfigError, DriftError, LostPeerError
 from gradsync.runtime.failure import communication_error
 from gradsync.runtime.recovery import Recovery
-from gradsync.runtime.seeds import kept_generators
-from gradsync.sync.check_replicas import first_difference
+from gradsync.runtime.seeds import keep_generators, kept_generators
+from gradsync.sync.check_replicas import first_difference, group_ranks
 
 
 class Attempt:
@@ -28,7 +29,7 @@ class Attempt:
 
     def __init__(self, recovery: Recovery | None, batches: Sequence[Batch]) -> None:
         self._recovery, self._batches = recovery, batches
-        self._generators = ExitStack()  # puts global random generators back
+        self._put_back: Callable[[], None]  # the global random generators
         self._before = 0, 0
         self.failed = False
         """Whether a rank was lost before the step was committed."""
@@ -39,42 +40,50 @@ class Attempt:
             recovery = self._recovery = None  # an evaluation of one rank alone
         if recovery is None:
             return self
-        if self._batches:
-            self._let_join(recovery)
+        while self._batches and (newcomers := recovery.let_join()):
+            try:
+                why = self._difference(recovery, newcomers)
+            except RuntimeError as error:
+                if communication_error(error) is None:
+                    raise
+                recovery.recover(error)  # those that are left are compared again
+                continue
+            if why:
+                recovery.leave_out(newcomers, why)
+            break
         recovery.rebind()  # a step of the user's loop has used its gradients by now
         self._refuse_half_a_step()
         with kept_generators():  # the script has drawn for this step already
             for batch in self._batches:
                 batch.follow(recovery.world.rank, recovery.world.world_size)
-        self._generators.enter_context(kept_generators())
+        self._put_back = keep_generators()
         self._before = recovery.committed, recovery.recovered
         recovery.in_attempt = True
         return self
 
-    def _let_join(self, recovery: Recovery) -> None:
-        """Let ranks that were started again join, and compare them with the others: two all-gathers
-        of the whole group, then hashes of weights and optimizer state."""
-        if not (newcomers := recovery.let_join()):
-            return
+    def _difference(self, recovery: Recovery, newcomers: Collection[int]) -> str:
+        """How `newcomers` differ from the other ranks; "" if they do not. Three all-gathers of the
+        whole group, then hashes of weights and optimizer state.
+
+        Raises:
+            DriftError: the others differ among themselves.
+        """
         comm = communicator(recovery.world)
         handles = sorted(recovery.handles, key=lambda each: each.number)
         told = {"the number of the batch": str([batch.number for batch in self._batches])}
         for handle in handles:
             told |= handle.settings()
+        why = first_difference(comm, told)
+        sides = group_ranks(all_gather_json(comm, json.dumps(told))).values()
         try:
-            why = first_difference(comm, told)
             for handle in [] if why else handles:
                 handle.check_replicas(handle.saved_with)
         except DriftError as error:
-            why = str(error)
-        except RuntimeError as error:
-            if communication_error(error) is None:
-                raise
-            recovery.recover(error)
-            recovery.rebind(again=True)
-            return
-        if why:
-            recovery.leave_out(newcomers, why)
+            why, sides = str(error), error.sides
+        others = set(range(comm.world_size)).difference(newcomers)
+        if why and not any(others.issubset(side) for side in sides):
+            raise DriftError(why)
+        return why
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         recovery = self._recovery
@@ -89,7 +98,6 @@ class Attempt:
         if recovery.lost and isinstance(error, Exception) and recovery.world.device_name != "cpu":
             error = LostPeerError(f"a rank was lost before {error!r}")  # it read aborted sums
         if error is None or recovery.committed > committed or communication_error(error) is None:
-            self._generators.pop_all()
             return False
         if recovery.recovered == recovered:  # the step has not recovered itself
             if recovery.generation > recovered:
@@ -98,7 +106,7 @@ class Attempt:
         recovery.rebind(again=True)
         for batch in self._batches:
             batch.deal_again()
-        self._generators.close()
+        self._put_back()
         self.failed = True
         return True
 

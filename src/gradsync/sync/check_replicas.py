@@ -217,7 +217,9 @@ def check_replicas(
     table = torch.stack(list(found.values())).cpu().tolist() if found else []  # one wait
     mine: dict[str, list[int]] = dict(zip(found, table, strict=True))
     if not same_on_all_ranks(comm, repr(mine).encode()):
-        raise DriftError(_difference(all_gather_json(comm, mine), step, ranks, edited))
+        by_rank = all_gather_json(comm, mine)
+        sides = group_ranks([repr(hashes) for hashes in by_rank]).values()
+        raise DriftError(_difference(by_rank, step, ranks, edited), sides)
 
 
 def hash_bits(tensor: Tensor) -> Tensor:

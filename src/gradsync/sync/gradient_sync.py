@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -550,6 +551,8 @@ class GradientSync:
             CheckpointError: on rank 0: it could not be written.
         """
         if self.world.recovery is not None:
+            if sys.exc_info()[0] is None:  # else the others may not come
+                self.world.recovery.make_sure()
             self.world.recovery.handles.discard(self)
         self._user_loop.close()
         self.reducer.close()

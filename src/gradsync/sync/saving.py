@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsync.checkpoint.background import BackgroundWriter
+from gradsync.checkpoint.background import BackgroundWriter, wait_for_writes
 from gradsync.checkpoint.manifest import MANIFEST_NAME
-from gradsync.checkpoint.store import CheckpointStore, Snapshot
+from gradsync.checkpoint.store import STEP_NAME, CheckpointStore, Snapshot
 from gradsync.checkpoint.weights import clean_names
 from gradsync.comm.values import broadcast_tensors, from_rank_0
 from gradsync.core.files import one_line
@@ -51,7 +52,7 @@ def save(
         step: optimizer steps done.
         model: as given to `gs.replicate`.
         optimizer: one, or the list passed to `sync.step`.
-        loader: of `gs.loader`, or anything else with `state_dict` and `load_state_dict`.
+        loader: of `gs.loader`, or another with `state_dict`, `load_state_dict`; rank 0's counts.
         extra: what else the script needs: nested dicts, lists and tuples of tensors, numbers and
             texts, such as `{"scheduler": scheduler.state_dict()}`. Rank 0's counts.
         keep_last: good checkpoints to keep.
@@ -75,8 +76,7 @@ def save(
         if handle.comm.rank != 0:
             return
         store = CheckpointStore(place, keep_last)
-        new = handle.writers.get(place) or BackgroundWriter(store)
-        writer = handle.writers.setdefault(place, new)
+        writer = handle.writers.setdefault(place, BackgroundWriter(store))
         writer.store.keep_last = store.keep_last
         writer.save(_snapshot(step, state, loader, extra), owned=True)
         if handle.stopping:
@@ -98,6 +98,16 @@ def save(
         # Whole group, from rank 0: whether a rank that was started again waits for this checkpoint.
         if not recovery.saved(step, lambda: from_rank_0(handle.comm, one_waits)) and not wrote:
             write()  # rank 0 may be lost
+
+        def make_sure() -> None:
+            while not recovery.saved(step, lambda: from_rank_0(handle.comm, finished)):
+                write()
+
+        def finished() -> bool:
+            handle.finish_writing()
+            return False
+
+        recovery.unsure.append(make_sure)
 
 
 def _snapshot(step: int, state: Mapping[str, Any], loader: Any, extra: Any) -> Snapshot:
@@ -141,7 +151,7 @@ def load(
 
     Raises:
         CheckpointError: on all ranks: there are checkpoints, but none is good; it is of `gradsync
-            train`.
+            train`; `folder` is a `step-…` that is missing.
         ConfigError: on all ranks, before anything is loaded: another model or other optimizers.
         DataError: on all ranks: the loader reads other data.
     """
@@ -152,9 +162,7 @@ def load(
     tensors: dict[str, Tensor] = {}
     header = from_rank_0(handle.comm, lambda: _read(handle, place, tensors))
     if joins and (header is None or header["step"] != expected):
-        raise CheckpointError(
-            f"{place} has no step {expected}, which the others saved for this rank to join at"
-        )
+        raise CheckpointError(f"{place} has no step {expected}, which the others saved to join at")
     if header is None:
         return 0, None
     tensors = broadcast_tensors(handle.comm, tensors)
@@ -180,10 +188,13 @@ def load(
 def _read(handle: GradientSync, place: Path, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
     """The newest good checkpoint in `place`, or that one, its tensors in `tensors`; on rank 0."""
     handle.finish_writing()
+    wait_for_writes(place)  # of another handle
     path = place
     if not (place / MANIFEST_NAME).exists():
         info, problems = CheckpointStore(place).latest()
         if info is None:
+            problems += [f"{MANIFEST_NAME} is missing"] * bool(STEP_NAME.fullmatch(place.name))
+            problems += ["give its checkpoints/"] * any(place.glob("checkpoints/step-*/*.json"))
             if problems:
                 raise CheckpointError(f"{place}: no good checkpoint: {'; '.join(problems)}")
             return None
@@ -193,11 +204,8 @@ def _read(handle: GradientSync, place: Path, tensors: dict[str, Tensor]) -> dict
     snapshot = CheckpointStore(path.parent).load(path)
     if not isinstance(snapshot.state.get("script"), dict):
         raise CheckpointError(f"{path}: gs.save did not write it; expected a script's state")
-    tensors.update(
-        (f"{stem}/{name}", tensor)
-        for stem, part in snapshot.tensors.items()
-        for name, tensor in part.items()
-    )
+    for stem, part in snapshot.tensors.items():
+        tensors.update((f"{stem}/{name}", tensor) for name, tensor in part.items())
     return {"path": str(path), "step": snapshot.step, "script": snapshot.state["script"]}
 
 
@@ -221,7 +229,8 @@ def _to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         pairs = [[_to_json(key, f"{path}'s key", {}), key] for key in value]
         if odd := [key for held, key in pairs if isinstance(held, dict)]:
             raise ConfigError(f"gs.save: {path} has the key {odd[0]!r}; expected texts or numbers")
-        return {"dict": [[k, _to_json(value[key], f"{path}/{key}", tensors)] for k, key in pairs]}
+        kind = "counter" if isinstance(value, Counter) else "dict"  # of MultiStepLR
+        return {kind: [[k, _to_json(value[key], f"{path}/{key}", tensors)] for k, key in pairs]}
     if isinstance(value, list | tuple):
         parts = [_to_json(part, f"{path}/{n}", tensors) for n, part in enumerate(value)]
         return {"tuple" if isinstance(value, tuple) else "list": parts}
@@ -245,7 +254,8 @@ def _from_json(value: Any, stem: str, tensors: Mapping[str, Tensor]) -> Any:
     ((kind, held),) = value.items()
     if kind == "tensor":
         return torch.clone(tensors[f"{stem}/{held}"])
-    if kind == "dict":
-        return {key: _from_json(part, stem, tensors) for key, part in held}
+    if kind in ("dict", "counter"):
+        found = {key: _from_json(part, stem, tensors) for key, part in held}
+        return Counter(found) if kind == "counter" else found
     parts = [_from_json(part, stem, tensors) for part in held]
     return tuple(parts) if kind == "tuple" else parts

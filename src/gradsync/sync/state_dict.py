@@ -76,8 +76,14 @@ def load_whole_state(
     replica.load_full_weights(weights)
     if extra := {n: held for n, held in state["model"].items() if n not in weights}:
         replica.model.load_state_dict(extra, strict=False)
+    own = replica.model.state_dict()
+    same_dtypes = all(own[name].dtype == tensor.dtype for name, tensor in weights.items())
     for one, held in zip(each, states, strict=True):
         one.load_state_dict(deepcopy(held))  # torch would train in the caller's tensors
+        cast = dict(_tensors(one.state_dict()))  # to the weight's dtype; an fp32 copy is to stay so
+        for name, tensor in _tensors(held) if same_dtypes else ():
+            if name in cast and cast[name].dtype != tensor.dtype:
+                cast[name].data = tensor.to(cast[name].device, copy=True)
     for one in each:
         replica.scatter(one)
     kept, mine = state["strategy"], replica.strategy
@@ -140,9 +146,7 @@ def _refuse_unlike(comm: Communicator, given: Mapping[str, Any]) -> None:
     try:
         check_replicas(dict(_tensors(given)).items(), comm)
     except DriftError as error:
-        raise RunError(
-            f"load_state_dict() was given other states on other ranks: {error}"
-        ) from None
+        raise RunError(f"load_state_dict() got other states on other ranks: {error}") from None
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ does not send them the SIGTERM that follows a failure.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import signal
@@ -288,6 +289,7 @@ class LocalAgent(LocalElasticAgent):
         self._again: dict[int, str] = {}  # those started again, and how often they were
         self._lost_code = 0  # theirs, from how the others ended
         self._alone_since_s: float | None = None  # since when no local rank is in the group
+        self._stopped_since_s = math.inf  # since when all that have not ended are stopped
         self.received: list[signal.Signals] = []
         self.failures: list[int] = []  # codes of ranks that ended by themselves, in order
         self.killed: dict[int, int] = {}
@@ -349,6 +351,8 @@ class LocalAgent(LocalElasticAgent):
             }
             for rank, number in self.killed.items():
                 _say(f"gradsync: error: {obituary(rank, number)}")
+            if self._shrinks and not self.killed:
+                _say(f"gradsync: the run ends: a rank has ended with exit code {failures[0]}")
             self._let_others_speak()
             self.failures = failures + [code for code in self.exit_codes() if code]
             self._end_others()
@@ -372,6 +376,7 @@ class LocalAgent(LocalElasticAgent):
         begun = self._shrinks and self._meeting.has_begun()
         if not (begun or self._again):  # the latter: of a host that comes late
             return codes
+        self._end_stopped()
         lost = {number for number, code in enumerate(codes) if self._is_lost(number, code)}
         outside = {number for number in self._again if not self._has_joined(number)}
         gone = lost | self._lost | outside
@@ -416,6 +421,16 @@ class LocalAgent(LocalElasticAgent):
             0 if inside and n in self._lost else None if n in lost | self._lost else code
             for n, code in enumerate(codes)
         ]
+
+    def _end_stopped(self) -> None:
+        """Kill ranks that stay stopped (SIGSTOP) when the others have ended, who would notice."""
+        codes, now_s = {one.proc: one.proc.poll() for one in rank_processes(self)}, time.monotonic()
+        left = [process.pid for process, code in codes.items() if code is None]
+        ended = any(code in (0, STOPPED) for code in codes.values())
+        stopped = ended and left and all("stopped" in process_state(pid) for pid in left)
+        self._stopped_since_s = min(self._stopped_since_s, now_s) if stopped else math.inf
+        if now_s - self._stopped_since_s > LAST_WORDS_S:
+            self._send(signal.SIGKILL)
 
     def _is_lost(self, number: int, code: int | None) -> bool:
         if code in (None, 0, STOPPED) or number in self._lost:

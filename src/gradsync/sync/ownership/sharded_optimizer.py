@@ -337,6 +337,8 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if not elementwise and (why := why_not_elementwise(optimizer_class)):
             raise ConfigError(why)
+        if world is not None and world.recovery is not None:
+            raise ConfigError("on_loss='shrink': a lost rank's part of the state would be missing")
         self._class = optimizer_class
         self._comm = comm or communicator(world)
         self._update: Any = None

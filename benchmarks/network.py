@@ -228,10 +228,7 @@ def _ip(*words: str) -> None:
 
 
 def measure(
-    options: sync.SyncOptions,
-    hosts: Sequence[str],
-    ranks_per_host: int,
-    limit: Callable[[], None],
+    options: sync.SyncOptions, hosts: Sequence[str], ranks_per_host: int, limit: Callable[[], None]
 ) -> dict[str, Any]:
     """Output of rank 0 of `bench sync`, once all ranks have ended; a rank's failure is a RunError.
     `limit` is called when all contestants are checked, which would take an hour at slow rates."""

@@ -143,11 +143,7 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-_TABLES = {
-    "sync": sync_table,
-    "collectives": collectives_table,
-    "network": network_table,
-}
+_TABLES = {"sync": sync_table, "collectives": collectives_table, "network": network_table}
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:

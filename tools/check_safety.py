@@ -31,7 +31,7 @@ NOT_OF_TORCH = {
 """Private names that a file may touch though it does not define them."""
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 UNSAFE_CALLS = {
-    *("eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.full_load", "yaml.unsafe_load"),
+    *("eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.full_load", "yaml.unsafe_load")
 }
 UNSAFE_FLAGS = {"shell", "allow_pickle"}
 OBJECT_COLLECTIVE = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?$")

@@ -65,15 +65,9 @@ class DivergenceError(RunError):
 
 class DriftError(RunError):
     """Replicas hold different bits; raised on all ranks that compared them, and names a tensor
-    and the ranks.
+    and the ranks. `sides`: the ranks that hold the same bits as each other."""
 
-    Args:
-        sides: the ranks that hold the same bits as each other.
-    """
-
-    def __init__(self, message: str, sides: Collection[Sequence[int]] = ()) -> None:
-        super().__init__(message)
-        self.sides = sides
+    sides: Collection[Sequence[int]] = ()
 
 
 class LostPeerError(RunError):

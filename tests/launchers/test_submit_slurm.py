@@ -203,8 +203,7 @@ def test_every_launcher_hands_the_signal_to_all_ranks(jobs: Submitter) -> None:
             *(*program, "mpirun", "2"),
         ),
         "srun": jobs.submit(
-            *("--run-dir=srun 3", "--nodes=2", "--job-name=s"),
-            *(*program, "srun 3", "2"),
+            *("--run-dir=srun 3", "--nodes=2", "--job-name=s"), *(*program, "srun 3", "2")
         ),
     }
 

@@ -88,10 +88,7 @@ def _by_hand(rank: int, world_size: int, store_path: str) -> tuple[float, set[st
 
         return noting
 
-    with (
-        open_session(rank, world_size, store_path),
-        mock.patch.object(module, "_averaging", noted),
-    ):
+    with open_session(rank, world_size, store_path), mock.patch.object(module, "_averaging", noted):
         model = nn.Linear(2, 1, bias=False)
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(*comm_hook("hierarchical"))

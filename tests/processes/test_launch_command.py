@@ -138,8 +138,7 @@ def test_a_node_that_is_lost_before_the_ranks_meet_may_come_again(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("node", "message"),
-    [(0, "but node(s) 1 did not come"), (1, "but node 0 does not answer")],
+    ("node", "message"), [(0, "but node(s) 1 did not come"), (1, "but node 0 does not answer")]
 )
 def test_a_missing_node_is_named(
     node: int,

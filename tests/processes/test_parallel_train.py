@@ -67,12 +67,7 @@ def config(out: Path, data: Path, model: GPTConfig, **changes: Any) -> TrainConf
     ids=["pp", "pp-dp"],
 )
 def test_a_pipeline_has_one_ranks_bits(
-    pool: Any,
-    data: Path,
-    tmp_path: Path,
-    one_rank: OneRank,
-    ranks: int,
-    changes: dict[str, Any],
+    pool: Any, data: Path, tmp_path: Path, one_rank: OneRank, ranks: int, changes: dict[str, Any]
 ) -> None:
     results = pool.run(train_rank, ranks, config(tmp_path, data, UNTIED, **changes))
     assert finished(tmp_path, results) == one_rank(UNTIED)
@@ -92,12 +87,7 @@ def test_a_pipeline_has_one_ranks_bits(
     ids=lambda value: value["parallel"] if isinstance(value, dict) else None,
 )
 def test_a_split_model_has_one_ranks_losses(
-    pool: Any,
-    data: Path,
-    tmp_path: Path,
-    one_rank: OneRank,
-    ranks: int,
-    changes: dict[str, Any],
+    pool: Any, data: Path, tmp_path: Path, one_rank: OneRank, ranks: int, changes: dict[str, Any]
 ) -> None:
     found = finished(tmp_path, pool.run(train_rank, ranks, config(tmp_path, data, TIED, **changes)))
     expected = one_rank(TIED)

@@ -29,13 +29,7 @@ def overflowing_rank(
 # The update of step 4 overflows, so loss and norm of that step are finite, and weights are not.
 @pytest.mark.parametrize(
     ("sync", "split"),
-    [
-        ("invariant", ""),
-        ("zero1", ""),
-        ("fsdp", ""),
-        ("diloco", ""),
-        ("invariant", "pp=2"),
-    ],
+    [("invariant", ""), ("zero1", ""), ("fsdp", ""), ("diloco", ""), ("invariant", "pp=2")],
 )
 def test_weights_that_are_not_finite_are_not_saved(
     pool: Any, data: Path, tmp_path: Path, sync: str, split: str

@@ -41,9 +41,7 @@ def written(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_a_run_writes_down_what_was_found_and_keeps_it(
-    config_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["train", str(config_file), "--elastic", "--nproc-per-node", "1"]
     assert main(line) == 0

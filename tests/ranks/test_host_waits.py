@@ -25,11 +25,7 @@ ON_THE_CPU = {
     "tree_exchange._share",  # numbers of leaves
 }
 """Tensors that are on the CPU, whatever device the model is on."""
-NOT_ON_CUDA = {
-    "step_metadata.is_finite",
-    "replicas.scale_all",
-    "watch.look",
-}
+NOT_ON_CUDA = {"step_metadata.is_finite", "replicas.scale_all", "watch.look"}
 """What `on_cuda`, or the tensor's device, keeps from being read on a GPU."""
 
 

@@ -85,10 +85,9 @@ class Trained:
 
 READS: dict[str, Callable[[Trained], Tensor]] = {
     "full_weights": lambda t: t.sync.replica.full_weights()["third.weight"],
-    "gather": lambda t: (
-        t.sync.replica.gather(t.optimizer),
-        t.optimizer.state[t.held]["exp_avg"],
-    )[1],
+    "gather": lambda t: (t.sync.replica.gather(t.optimizer), t.optimizer.state[t.held]["exp_avg"])[
+        1
+    ],
     "check_replicas": lambda t: (t.sync.check_replicas(), t.held)[1],
     "evaluation": lambda t: t.model(torch.eye(6)),
     "inference mode": lambda t: inferred(t.model),
@@ -195,11 +194,7 @@ def test_options_of_the_step_hold_for_its_update() -> None:
 )
 @pytest.mark.parametrize("sync", ["invariant", "bucketed"])
 def test_auto_is_late_where_even_the_last_rank_waits_long(
-    sync: str,
-    waits: tuple[float, float],
-    hinders: str,
-    late: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    sync: str, waits: tuple[float, float], hinders: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that could not be late (its optimizer has a hook, or a loss scaler looks at whole
     gradients) would wait for the second half alone."""

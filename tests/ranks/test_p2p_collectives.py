@@ -33,10 +33,7 @@ def tree_all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any = "sum") -
     tree_broadcast(comm, tensor)
 
 
-ALGORITHMS = {
-    "ring": partial(ring_all_reduce, chunk_bytes=4096),
-    "tree": tree_all_reduce,
-}
+ALGORITHMS = {"ring": partial(ring_all_reduce, chunk_bytes=4096), "tree": tree_all_reduce}
 SIZES = (2, 3, 4, 6, 7, 8)
 DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS = (0, 1, 5, 1001)

@@ -176,11 +176,7 @@ def test_what_is_no_list_of_optimizers(wrong: Any, message: str) -> None:
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_muon_cannot_be_shared_out(name: str) -> None:
     def work(sync: GradientSync, _: Any) -> str:
-        sync.backward(
-            sync.model(x_of(0, sync.comm.rank)).square().sum(),
-            weight=3,
-            reduction="sum",
-        )
+        sync.backward(sync.model(x_of(0, sync.comm.rank)).square().sum(), weight=3, reduction="sum")
         with pytest.raises(ConfigError) as caught:
             sync.step(muon_and_adamw(sync.model))
         return str(caught.value)

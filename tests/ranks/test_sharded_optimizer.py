@@ -399,11 +399,7 @@ def test_threads_that_cut_16_bit_parameters_are_named_once(
     ids=["not cut", "one thread takes all of it", "fp32", "one thread"],
 )
 def test_nothing_is_said_where_bits_are_equal(
-    caplog: pytest.LogCaptureFixture,
-    world_size: int,
-    numel: int,
-    dtype: torch.dtype,
-    threads: int,
+    caplog: pytest.LogCaptureFixture, world_size: int, numel: int, dtype: torch.dtype, threads: int
 ) -> None:
     """The bits are compared here, since the warning rests on them."""
     torch.set_num_threads(threads)

@@ -216,9 +216,7 @@ def test_a_state_in_mid_step_is_refused() -> None:
     sync.close()
 
 
-def test_what_another_strategy_kept_is_left_out_and_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_another_strategy_kept_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
     begin = trained(2, "diloco", 1, inner_steps=2)
     caplog.clear()
     trained(2, "invariant", 1, begin)

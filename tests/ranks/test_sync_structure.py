@@ -45,14 +45,8 @@ def in_order(rank: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
-        (
-            lambda rank: nn.Linear(2, 2, bias=rank != 2),
-            "'bias' differs: ranks 0,1 [2]",
-        ),
-        (
-            lambda rank: nn.Linear(2, 2).requires_grad_(rank == 0),
-            "frozen on cpu",
-        ),
+        (lambda rank: nn.Linear(2, 2, bias=rank != 2), "'bias' differs: ranks 0,1 [2]"),
+        (lambda rank: nn.Linear(2, 2).requires_grad_(rank == 0), "frozen on cpu"),
         (lambda rank: nn.BatchNorm1d(2, track_running_stats=rank > 0), "buffer 'running_mean'"),
         (
             lambda rank: nn.Linear(2, 2).to([torch.float32, torch.half][rank % 2]),

@@ -52,11 +52,7 @@ class ProcessPool:
         self._num_jobs = 0
 
     def run(
-        self,
-        fn: Callable[..., Any],
-        world_size: int,
-        *args: Any,
-        timeout_s: float = 60.0,
+        self, fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
     ) -> list[Any]:
         """Run `fn(rank, world_size, store_path, *args)` on every rank; results in rank order.
 

@@ -65,11 +65,7 @@ class RankResult:
 
 
 def train_rank(
-    rank: int,
-    world_size: int,
-    store_path: str,
-    config: TrainConfig,
-    fault: FaultPlan | None = None,
+    rank: int, world_size: int, store_path: str, config: TrainConfig, fault: FaultPlan | None = None
 ) -> RankResult:
     """Run `train` on this rank of the pool; gradsync's own errors come back as text."""
     printed = io.StringIO()

@@ -26,11 +26,7 @@ def test_no_time_is_taken_that_clocks_cannot_count(options: Any, value: float) -
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        "train tiny --timeout-s=1e300 --dry-run",
-        "bench scaling --world-sizes=1000000000",
-    ],
+    "words", ["train tiny --timeout-s=1e300 --dry-run", "bench scaling --world-sizes=1000000000"]
 )
 def test_no_command_takes_one(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2

@@ -105,13 +105,15 @@ class BackgroundWriter:
 
 def wait_for_writes(folder: Path) -> None:
     """Wait until no thread of this process writes to `folder`, or to the one it is in."""
+    name = f"gradsync-checkpoint {os.path.realpath(folder)}/"
     for thread in threading.enumerate():
-        if f"gradsync-checkpoint {os.path.realpath(folder)}/".startswith(f"{thread.name}/"):
+        if name.startswith(f"{thread.name}/"):
             thread.join()
 
 
 def _fail_if(unsaid: list[BaseException]) -> None:
     """Give a program that is over, whatever its exit code, that of a write's error not raised."""
-    if unsaid:
-        sys.stdout.flush()
-        os._exit(getattr(unsaid[0], "exit_code", 1))
+    if not unsaid:
+        return
+    sys.stdout.flush()
+    os._exit(getattr(unsaid[0], "exit_code", 1))

@@ -186,10 +186,7 @@ class CheckpointStore:
         except (CheckpointError, OSError, ValueError) as error:
             raise CheckpointError(f"{path}: {one_line(error)}") from None
         return Snapshot(
-            step=manifest.step,
-            tensors=tensors,
-            state=state,
-            fingerprint=manifest.fingerprint,
+            step=manifest.step, tensors=tensors, state=state, fingerprint=manifest.fingerprint
         )
 
     def _write(self, staged: StagedDirectory, snapshot: Snapshot) -> None:

@@ -387,10 +387,7 @@ def _end_when_told() -> None:
 
 
 def check_state(
-    state: Mapping[str, Any],
-    mine: Mapping[str, Any],
-    counters: Sequence[str],
-    fixed: Sequence[str],
+    state: Mapping[str, Any], mine: Mapping[str, Any], counters: Sequence[str], fixed: Sequence[str]
 ) -> None:
     """Check a saved state before a loader with state `mine` takes it: `counters` must hold numbers
     of at least 0, `fixed` keys must be equal. A DataError names the key."""

@@ -157,8 +157,9 @@ class Recovery:
         self._new: set[int] = set()  # names of ranks that have done no step with the others yet
         self.incidents: list[dict[str, Any]] = []
         """Losses and joins that are in no file yet."""
-        self.unsure: list[Callable[[], None]] = []
-        """Since the last step, what sees to it that a checkpoint gets written if rank 0 is lost."""
+        self.unsure: list[tuple[int, Callable[[], bool], Callable[[], None]]] = []
+        """Since the last step, checkpoints that a lost rank 0 may not have written: their step,
+        what waits until it has, and what writes them."""
         self.handles: WeakSet[Handle] = WeakSet()
         """Everything that synchronises a model."""
         self._stale = False
@@ -313,10 +314,11 @@ class Recovery:
         return True
 
     def make_sure(self) -> None:
-        """At the end, on all ranks: the last checkpoints are on disk. For each, a broadcast from
-        rank 0, whole group."""
+        """At the end, on all ranks: the last checkpoints get to the disk."""
         while self.unsure:
-            self.unsure.pop(0)()
+            step, written, write = self.unsure.pop(0)
+            while not self.saved(step, written):
+                write()
 
     def let_join(self) -> Collection[int]:
         """Before a step, on all ranks: take in ranks that wait, if there is a checkpoint for them,

@@ -125,7 +125,7 @@ class Session:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            if _is_orderly(error) and self.world.recovery is not None:
+            if getattr(error, "code", error) in _ORDERLY_EXITS and self.world.recovery is not None:
                 self.world.recovery.make_sure()
         except BaseException as failed:
             self.close(failed)
@@ -183,7 +183,7 @@ class Session:
             PeerError: `error` only follows from another rank's failure.
             LostPeerError: a collective failed because another rank is late or has left.
         """
-        orderly = _is_orderly(error)
+        orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self.watch = self.watch, None
         if isinstance(error, AttributeError) and error.name == "module":
             error.add_note("gs.replicate wraps nothing: write `model`, not `model.module`")
@@ -593,7 +593,3 @@ def init(
             stacks_dir=os.fspath(stacks_dir),
         )
     )
-
-
-def _is_orderly(error: BaseException | None) -> bool:
-    return error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)

@@ -218,8 +218,9 @@ def check_replicas(
     mine: dict[str, list[int]] = dict(zip(found, table, strict=True))
     if not same_on_all_ranks(comm, repr(mine).encode()):
         by_rank = all_gather_json(comm, mine)
-        sides = group_ranks([repr(hashes) for hashes in by_rank]).values()
-        raise DriftError(_difference(by_rank, step, ranks, edited), sides)
+        error = DriftError(_difference(by_rank, step, ranks, edited))
+        error.sides = group_ranks([repr(hashes) for hashes in by_rank]).values()
+        raise error
 
 
 def hash_bits(tensor: Tensor) -> Tensor:

@@ -76,12 +76,7 @@ def average_bucket(state: CommHook, bucket: dist.GradBucket) -> torch.futures.Fu
     return state.average(state.group or dist.group.WORLD, bucket)
 
 
-def comm_hook(
-    strategy: str = "ring",
-    *,
-    group: Any = None,
-    **options: Any,
-) -> CommHook:
+def comm_hook(strategy: str = "ring", *, group: Any = None, **options: Any) -> CommHook:
     """Make a communication hook for `DistributedDataParallel`; make one per DDP model.
 
     Args:

@@ -62,12 +62,7 @@ class FsdpReducer(Reducer):
 
     user_loop = waits_in_backward = needs_micro_step = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Communicator,
-        options: FsdpOptions,
-    ) -> None:
+    def __init__(self, model: nn.Module, comm: Communicator, options: FsdpOptions) -> None:
         compute, reduce = _DTYPES[options.compute_dtype], _DTYPES[options.reduce_dtype]
         first = trainable(model)[0][1]
         group = getattr(comm, "group")  # noqa: B009  no part of `Communicator`

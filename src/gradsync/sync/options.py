@@ -57,8 +57,7 @@ class Recipe(Options):
     POSITIVE: ClassVar[tuple[str, ...]] = ("bucket_mb", "first_bucket_mb")
 
     grouping: Grouping = option(
-        "buckets",
-        "One message per parameter, one for everything, or buckets.",
+        "buckets", "One message per parameter, one for everything, or buckets."
     )
     bucket_mb: float | None = option(
         None,
@@ -83,13 +82,11 @@ class Recipe(Options):
         "ranks.",
     )
     reduction: ReductionName = option(
-        "backend",
-        "The adder: the process group's all_reduce, or one of gradsync's algorithms.",
+        "backend", "The adder: the process group's all_reduce, or one of gradsync's algorithms."
     )
     wire: Wire = option("same", "Dtype of gradients on the wire: their own, or 16 bits.")
     shard: Shard = option(
-        "none",
-        "Memory divided among the ranks: none, the optimizer's, or the gradients' too.",
+        "none", "Memory divided among the ranks: none, the optimizer's, or the gradients' too."
     )
     collective: Collective = option(
         "auto",
@@ -161,12 +158,10 @@ class DdpOptions(Options):
 
     bucket_mb: float = option(25.0, "Size at which a bucket of gradients is closed, MiB.")
     find_unused_parameters: bool = option(
-        False,
-        "ddp: look for parameters that get no gradient in a step.",
+        False, "ddp: look for parameters that get no gradient in a step."
     )
     compile_wrapper: bool = option(
-        False,
-        "ddp: torch.compile around DDP, as torch's documentation recommends.",
+        False, "ddp: torch.compile around DDP, as torch's documentation recommends."
     )
 
 
@@ -175,24 +170,19 @@ class PowerSgdOptions(DdpOptions):
     """Options of torch's PowerSGD hook, in addition to DDP's."""
 
     matrix_approximation_rank: int = option(
-        1,
-        "powersgd: rank of the approximation; torch's documentation suggests 1 to 4.",
+        1, "powersgd: rank of the approximation; torch's documentation suggests 1 to 4."
     )
     start_powerSGD_iter: int = option(  # noqa: N815  torch's own name
-        10,
-        "powersgd: first step that compresses; at least 2.",
+        10, "powersgd: first step that compresses; at least 2."
     )
     min_compression_rate: float = option(
-        2.0,
-        "powersgd: a matrix is compressed if that makes it smaller by this factor.",
+        2.0, "powersgd: a matrix is compressed if that makes it smaller by this factor."
     )
     use_error_feedback: bool = option(
-        True,
-        "powersgd: without it the result is biased; for comparison only.",
+        True, "powersgd: without it the result is biased; for comparison only."
     )
     warm_start: bool = option(
-        True,
-        "powersgd: begin with the last step's Q (one power iteration a step, then enough).",
+        True, "powersgd: begin with the last step's Q (one power iteration a step, then enough)."
     )
 
 
@@ -201,16 +191,13 @@ class FsdpOptions(Options):
     """Options of torch's FSDP2."""
 
     compute_dtype: Dtype | None = option(
-        None,
-        "fsdp: dtype of gathered parameters and of compute; masters stay as they are.",
+        None, "fsdp: dtype of gathered parameters and of compute; masters stay as they are."
     )
     reduce_dtype: Dtype | None = option(
-        None,
-        "fsdp: dtype in which gradients are summed; None is fp32 where compute_dtype is set.",
+        None, "fsdp: dtype in which gradients are summed; None is fp32 where compute_dtype is set."
     )
     blocks: bool = option(
-        True,
-        "fsdp: gather each child of an nn.ModuleList separately; False: everything at once.",
+        True, "fsdp: gather each child of an nn.ModuleList separately; False: everything at once."
     )
 
 

@@ -129,11 +129,7 @@ def replicate(
 
 
 def _recoverable(
-    strategy: Strategy,
-    options: Options,
-    batch_norm: str | None,
-    comm: Communicator,
-    world: World,
+    strategy: Strategy, options: Options, batch_norm: str | None, comm: Communicator, world: World
 ) -> Options:
     """The options under which a loss leaves every rank with whole weights and whole sums."""
     if comm.world_size != world.world_size:

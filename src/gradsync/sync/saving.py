@@ -99,15 +99,10 @@ def save(
         if not recovery.saved(step, lambda: from_rank_0(handle.comm, one_waits)) and not wrote:
             write()  # rank 0 may be lost
 
-        def make_sure() -> None:
-            while not recovery.saved(step, lambda: from_rank_0(handle.comm, finished)):
-                write()
-
-        def finished() -> bool:
-            handle.finish_writing()
-            return False
-
-        recovery.unsure.append(make_sure)
+        # Whole group, from rank 0: that it has been written.
+        recovery.unsure.append(
+            (step, lambda: from_rank_0(handle.comm, handle.finish_writing), write)
+        )
 
 
 def _snapshot(step: int, state: Mapping[str, Any], loader: Any, extra: Any) -> Snapshot:

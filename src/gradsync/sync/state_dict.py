@@ -57,10 +57,7 @@ def whole_state(
 
 
 def load_whole_state(
-    replica: Replicas,
-    comm: Communicator,
-    state: Mapping[str, Any],
-    optimizer: Optimizers | None,
+    replica: Replicas, comm: Communicator, state: Mapping[str, Any], optimizer: Optimizers | None
 ) -> None:
     """See `GradientSync.load_state_dict`."""
     check_same_call(comm, "load_state_dict", torch.empty(0), call_site())

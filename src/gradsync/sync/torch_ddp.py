@@ -52,12 +52,7 @@ class TorchDdpReducer(Reducer):
 
     waits_in_backward = needs_micro_step = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Communicator,
-        options: DdpOptions,
-    ) -> None:
+    def __init__(self, model: nn.Module, comm: Communicator, options: DdpOptions) -> None:
         if not any(parameter.is_cuda for parameter in model.parameters()):
             refuse_detail("torch's DDP crashes under it on a CPU")
         compresses = isinstance(options, PowerSgdOptions)

@@ -57,11 +57,7 @@ def test_the_safetensors_library_reads_what_we_write_and_would_write_the_same(tm
 
 @pytest.mark.parametrize(
     "tensor",
-    [
-        torch.empty(2, device="meta"),
-        torch.eye(2).to_sparse(),
-        torch.ones(1, dtype=torch.complex64),
-    ],
+    [torch.empty(2, device="meta"), torch.eye(2).to_sparse(), torch.ones(1, dtype=torch.complex64)],
 )
 def test_tensors_that_cannot_be_saved_are_named(tensor):
     with pytest.raises(CheckpointError, match=r"tensor 'x' \(torch.*cannot be saved"):

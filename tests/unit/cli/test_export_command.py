@@ -121,8 +121,7 @@ def test_a_model_saved_before_there_were_others_goes_on(run: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"n_kv_head": 2, "tie_head": False}, {"hidden_dim": 50, "rope_theta": 5e5}],
+    "changes", [{}, {"n_kv_head": 2, "tie_head": False}, {"hidden_dim": 50, "rope_theta": 5e5}]
 )
 def test_there_and_back(changes: dict[str, object]) -> None:
     shape = replace(GPTConfig(n_layer=11, n_head=4, n_embd=32, vocab_size=61), **changes)

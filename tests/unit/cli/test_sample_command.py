@@ -67,11 +67,7 @@ def test_a_small_model_takes_one_thread(run: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_bad_requests(
-    run: Path,
-    arguments: list[str],
-    code: int,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {"RUN": str(run), "OTHER": str(run.parent / "other")}
     assert main(["sample", *(places.get(each, each) for each in arguments)]) == code

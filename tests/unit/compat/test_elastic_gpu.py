@@ -16,11 +16,7 @@ LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)
 
 def gpus(count: int, gb: int, *, name: str = "NVIDIA A100") -> Hardware:
     device = Device(
-        kind="cuda",
-        name=name,
-        memory_bytes=gb * GB,
-        peak_flops=3e14,
-        compute_capability=(8, 0),
+        kind="cuda", name=name, memory_bytes=gb * GB, peak_flops=3e14, compute_capability=(8, 0)
     )
     host = Host(devices=(device,) * count, link=LINK, cores=8, memory_bytes=10**11)
     return Hardware(hosts=(host,))

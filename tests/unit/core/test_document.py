@@ -64,10 +64,7 @@ def test_what_is_no_file_is_refused_at_once(
     [
         ("a.yaml", "\ufeffday: 2026-13-45\nrate: 1e-3\nbase: {x: 1}\nother: {x: 2}\n"),
         ("a.toml", 'day = "2026-13-45"\nrate = "1e-3"\nbase.x = 1\nother.x = 2\n'),
-        (
-            "a.json",
-            '{"day": "2026-13-45", "rate": "1e-3", "base": {"x": 1}, "other": {"x": 2}}',
-        ),
+        ("a.json", '{"day": "2026-13-45", "rate": "1e-3", "base": {"x": 1}, "other": {"x": 2}}'),
     ],
 )
 def test_what_is_read(tmp_path: Path, name: str, text: str) -> None:

@@ -152,10 +152,7 @@ def test_what_is_wrong_with_a_stream_is_named(
         ({"data": "nowhere.jsonl"}, r"no file is called nowhere\.jsonl"),
         ({"text_key": "body"}, "text_key are for streams"),
         ({"data": "hf:x", "num_workers": 1}, "hf:x is a stream: leave num_workers at 0"),
-        (
-            {"data": "hf:x", "eval": EvalConfig(max_tokens=None)},
-            "say with --eval",
-        ),
+        ({"data": "hf:x", "eval": EvalConfig(max_tokens=None)}, "say with --eval"),
         ({"tokenizer": "dir"}, "tokenizer and text_key are for streams"),
     ],
 )

@@ -46,7 +46,7 @@ WRONG: dict[str, list[str]] = {
             else:
                 loss.backward()
                 optimizer.step()
-        """,
+        """
     ],
     "GS102": [
         """
@@ -56,7 +56,7 @@ WRONG: dict[str, list[str]] = {
             ddp.require_backward_grad_sync = micro == steps - 1  # GS102
             (logits.sum() / steps).backward()
         optimizer.step()
-        """,
+        """
     ],
     "GS103": [
         """
@@ -65,7 +65,7 @@ WRONG: dict[str, list[str]] = {
             (ddp(x).sum() / steps).backward()
             if (i + 1) % steps == 0:
                 optimizer.step()
-        """,
+        """
     ],
     "GS104": [
         """
@@ -75,7 +75,7 @@ WRONG: dict[str, list[str]] = {
             if (i + 1) % accumulation == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        """,
+        """
     ],
     "GS107": [
         """
@@ -83,7 +83,7 @@ WRONG: dict[str, list[str]] = {
             sync.backward(loss(micro_batch), micro_batch)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # GS107
         sync.step(optimizer)
-        """,
+        """
     ],
     "GS201": [
         """
@@ -92,13 +92,13 @@ WRONG: dict[str, list[str]] = {
         for epoch in range(3):
             for x in loader:
                 train(x)
-        """,
+        """
     ],
     "GS203": [
         """
         ddp = DDP(model)
         loader = DataLoader(dataset, batch_size=8, shuffle=True)  # GS203
-        """,
+        """
     ],
     "GS204": [
         """
@@ -113,7 +113,7 @@ WRONG: dict[str, list[str]] = {
         """
         sampler = DistributedSampler(held_out, shuffle=False)  # GS205
         loader = DataLoader(held_out, 8, sampler=sampler)
-        """,
+        """
     ],
     "GS301": [
         """
@@ -374,8 +374,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [([], "name a script"), (["nowhere.py"], "nowhere.py is not there")],
+    ("arguments", "said"), [([], "name a script"), (["nowhere.py"], "nowhere.py is not there")]
 )
 def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", *arguments]) == 2

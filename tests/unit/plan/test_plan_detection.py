@@ -264,11 +264,7 @@ def test_active_ports_are_the_network(tmp_path: Path) -> None:
     [([0, 25_000, 65_535], "ethernet-25g", "25000 Mbit/s"), ([0], "ethernet-10g", "assumed: no")],
 )
 def test_the_network_is_what_the_fastest_interface_says(
-    speeds: list[int],
-    name: str,
-    source: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    speeds: list[int], name: str, source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """65535: its driver does not know."""
     stats = {str(n): SimpleNamespace(isup=True, speed=speed) for n, speed in enumerate(speeds)}

@@ -51,12 +51,7 @@ def test_cores_of_the_host_over_its_ranks(
 
 @pytest.mark.parametrize(
     ("text", "cores"),
-    [
-        ("max 100000\n", None),
-        ("200000 100000\n", 2.0),
-        ("150000 100000\n", 1.5),
-        ("", None),
-    ],
+    [("max 100000\n", None), ("200000 100000\n", 2.0), ("150000 100000\n", 1.5), ("", None)],
 )
 def test_the_containers_limit(text: str, cores: float | None, tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text(text)

@@ -16,10 +16,7 @@ from gradsync.sync.registry import STRATEGIES, check_options, find_strategy
 REFUSALS = [
     ({"grouping": "bucket"}, "grouping must be one of parameter, flat, buckets; got 'bucket'"),
     ({"order": "tree"}, "order must be one of any, invariant; got 'tree'"),
-    (
-        {"reduction": "tree"},
-        "reduction must be one of backend, ring, hierarchical; got 'tree'",
-    ),
+    ({"reduction": "tree"}, "reduction must be one of backend, ring, hierarchical; got 'tree'"),
     ({"wire": "fp8"}, "wire must be one of same, bf16, fp16; got 'fp8'"),
     ({"shard": "all"}, "shard must be one of none, optimizer, gradients; got 'all'"),
     ({"bucket_mb": 0.0}, "bucket_mb must be positive; got 0.0"),
@@ -29,10 +26,7 @@ REFUSALS = [
         {"order": "invariant", "reduction": "ring"},
         "adds along its own tree, which reduction='ring' cannot follow",
     ),
-    (
-        {"order": "invariant", "wire": "fp16"},
-        "rounds each node of its tree, to bf16",
-    ),
+    ({"order": "invariant", "wire": "fp16"}, "rounds each node of its tree, to bf16"),
     (
         {"wire": "fp16", "reduction": "ring"},
         "wire='fp16' goes with reduction='backend'; got 'ring'",

@@ -12,10 +12,7 @@ from support import more_faults
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"kind": "quake"},
-            r"unknown fault 'quake' \(there are: kill, stop, raise, nan, ",
-        ),
+        ({"kind": "quake"}, r"unknown fault 'quake' \(there are: kill, stop, raise, nan, "),
         ({"kind": "nan", "phase": "data"}, "nan can come in backward; got 'data'"),
         ({"step": 0}, "step counts from 1 on"),
         ({"rank": -1}, "its rank from 0"),

@@ -86,11 +86,7 @@ def test_edges_of_the_warm_up(schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("scaling", "tokens", "peak"),
-    [
-        ("linear", 524_288, 8e-3),
-        ("sqrt", 262_144, 2e-3),
-        ("linear", 32_768, 5e-4),
-    ],
+    [("linear", 524_288, 8e-3), ("sqrt", 262_144, 2e-3), ("linear", 32_768, 5e-4)],
 )
 def test_the_peak_and_the_floor_go_along_with_the_batch(
     scaling: Any, tokens: int, peak: float

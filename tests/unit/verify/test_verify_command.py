@@ -24,11 +24,7 @@ from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 
 SMALL = ["--strategies", "naive", "--models", "mlp", "--dtypes", "fp32"]
-WORDS = {
-    "SIGINT": "interrupted",
-    "SIGTERM": "ended by SIGTERM",
-    "SIGHUP": "ended by SIGHUP",
-}
+WORDS = {"SIGINT": "interrupted", "SIGTERM": "ended by SIGTERM", "SIGHUP": "ended by SIGHUP"}
 
 TARGET = """
 import torch

@@ -363,9 +363,7 @@ def share_memory(base: Communicator) -> SharedMemoryCommunicator:
 
 
 def fastest(
-    base: Communicator,
-    device: torch.device,
-    present: Iterable[SharedMemoryCommunicator] = (),
+    base: Communicator, device: torch.device, present: Iterable[SharedMemoryCommunicator] = ()
 ) -> Communicator:
     """Return shared memory instead of `base` if possible: CPU ranks of one host, over gloo. All
     ranks call it.

@@ -131,10 +131,7 @@ class Patience:
                     raise LostPeerError(f"rank {rank}: rank {peer} has ended") from None
 
     def until_none(
-        self,
-        missing: Callable[[], list[int]],
-        left: Callable[[list[int]], list[int]],
-        what: str,
+        self, missing: Callable[[], list[int]], left: Callable[[list[int]], list[int]], what: str
     ) -> None:
         """Return once no rank is `missing()` from `what`; LostPeerError: one of them has ended, or
         is among the ranks that have `left`, or the time is up."""

@@ -242,10 +242,7 @@ _OF_LIMIT = (
 
 
 def print_report(
-    rows: Sequence[Mapping[str, Any]],
-    result: Mapping[str, Any],
-    dtype: str,
-    stream: IO[str],
+    rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], dtype: str, stream: IO[str]
 ) -> None:
     """A table per operation, what was skipped and what failed."""
     found = result["environment"]

@@ -306,12 +306,7 @@ class InTheirLoop(Entrant):
         return nullcontext() if last else self.sync.no_sync()
 
 
-_OTHERS = {
-    ALONE: Entrant,
-    "torch_ddp": TorchDdp,
-    "accelerate": Accelerated,
-    "fabric": Fabricated,
-}
+_OTHERS = {ALONE: Entrant, "torch_ddp": TorchDdp, "accelerate": Accelerated, "fabric": Fabricated}
 
 
 def enter(contestant: Contestant, site: BenchSite) -> Entrant:

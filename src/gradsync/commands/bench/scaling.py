@@ -222,8 +222,5 @@ def findings_of(plan: ScalingPlan, result: Mapping[str, Any]) -> Findings:
 
 
 EXPERIMENT = Experiment(
-    command=("bench", "scaling"),
-    options=ScalingOptions,
-    plan=plan_of,
-    findings=findings_of,
+    command=("bench", "scaling"), options=ScalingOptions, plan=plan_of, findings=findings_of
 )

@@ -165,10 +165,7 @@ def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
         "operations": f"{row['num_comm_ops']:.3g}",
     }
     if "calls" in row:
-        return cells | {
-            "dispatched": f"{row['dispatched']:,}",
-            "Python calls": f"{row['calls']:,}",
-        }
+        return cells | {"dispatched": f"{row['dispatched']:,}", "Python calls": f"{row['calls']:,}"}
     return cells | {
         "forward + backward, ms": f"{row['compute_ms']:.1f}",
         "exposed, ms": f"{row['exposed_ms']:.1f} ({row['exposed_fraction']:.0%})",
@@ -250,8 +247,5 @@ def findings_of(plan: BenchPlan, result: Mapping[str, Any]) -> Findings:
 
 
 EXPERIMENT = Experiment(
-    command=("bench", "sync"),
-    options=SyncOptions,
-    plan=plan_of,
-    findings=findings_of,
+    command=("bench", "sync"), options=SyncOptions, plan=plan_of, findings=findings_of
 )

@@ -108,10 +108,7 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
 
 
 def _join_run(
-    config: TrainConfig,
-    as_json: bool,
-    given: frozenset[str] | None,
-    fault: FaultPlan | None,
+    config: TrainConfig, as_json: bool, given: frozenset[str] | None, fault: FaultPlan | None
 ) -> int:
     """Be one rank of the run; `given`: the fields that the user set, if rank 0 chooses others."""
     from gradsync.comm.groups import communicator

@@ -59,13 +59,7 @@ from gradsync.runtime.store import TOKEN, wait_until
 GRACE_S = 60.0
 """How long ranks may take to save and end after a signal, seconds."""
 
-FORWARDED = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """Signals that the launcher forwards to its ranks."""
 
 LAST_WORDS_S = 6.0

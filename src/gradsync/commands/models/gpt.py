@@ -117,11 +117,7 @@ class Attention(nn.Module):
                 v_BGTK = torch.cat((cache[1], v_BGTK), dim=2)
             cache[:] = k_BGTK, v_BGTK
         y_BHTK = F.scaled_dot_product_attention(
-            q_BHTK,
-            k_BGTK,
-            v_BGTK,
-            is_causal=is_causal,
-            enable_gqa=self.n_kv_head != self.n_head,
+            q_BHTK, k_BGTK, v_BGTK, is_causal=is_causal, enable_gqa=self.n_kv_head != self.n_head
         )
         return self.out(y_BHTK.transpose(1, 2).flatten(2))
 
@@ -218,11 +214,7 @@ class GPT(nn.Module):
     rope_sin: Tensor
 
     def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        seed: int = 0,
-        activation_checkpointing: bool = False,
+        self, config: GPTConfig, *, seed: int = 0, activation_checkpointing: bool = False
     ) -> None:
         super().__init__()
         self.config = config

@@ -83,9 +83,7 @@ def distribute(
 
 
 def hand_out(
-    comm: Communicator,
-    whole: Mapping[str, Tensor],
-    wanted: Mapping[str, Sequence[tuple[int, int]]],
+    comm: Communicator, whole: Mapping[str, Tensor], wanted: Mapping[str, Sequence[tuple[int, int]]]
 ) -> dict[str, Tensor]:
     """Send each rank what it wants of rank 0's tensors, as [begin, end) in each dimension, or as
     one [begin, end) of the flattened tensor; all ranks call it, and of the other ranks' `whole`

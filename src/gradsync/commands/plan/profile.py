@@ -146,11 +146,9 @@ def _measure(work: Workload) -> StepProfile:
 
     from gradsync.commands.models.gpt import GPT, loss_sum
 
-    model = GPT(
-        work.model,
-        seed=0,
-        activation_checkpointing=work.activation_checkpointing,
-    ).to(work.kind)
+    model = GPT(work.model, seed=0, activation_checkpointing=work.activation_checkpointing).to(
+        work.kind
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     shape = (2, work.micro_batch_size, work.seq_len)
     generator = torch.Generator().manual_seed(0)

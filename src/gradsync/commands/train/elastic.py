@@ -55,11 +55,7 @@ class Decision:
 
 
 def decide(
-    config: TrainConfig,
-    given: frozenset[str],
-    hardware: Hardware,
-    *,
-    world_size: int | None = None,
+    config: TrainConfig, given: frozenset[str], hardware: Hardware, *, world_size: int | None = None
 ) -> Decision:
     """What a run on `hardware` (a device for each possible rank) should be; RunError if the model
     fits nowhere. `config` has its dtype named; what is `given` stays; `world_size` if it is fixed.

@@ -46,18 +46,12 @@ _CAUSES = {
         "initial weights",
         "Broadcast rank 0's weights before the first step (gs.replicate does).",
     ),
-    Kind.DATA: (
-        "data",
-        "Give each sample of a global batch to exactly one rank (gs.loader does).",
-    ),
+    Kind.DATA: ("data", "Give each sample of a global batch to exactly one rank (gs.loader does)."),
     Kind.RANDOM: (
         "dropout/RNG",
         "Seed by (seed, step, micro-batch) before each forward, never by rank.",
     ),
-    Kind.FINITE: (
-        "unknown",
-        "Look for its first inf or nan on one rank: no strategy can help.",
-    ),
+    Kind.FINITE: ("unknown", "Look for its first inf or nan on one rank: no strategy can help."),
     Kind.MOVED: (
         "unsynchronised parameter",
         "Reduce parameter.grad in a hook, and leave the parameter alone.",

@@ -179,10 +179,7 @@ class HostUpdate(PieceOptimizer):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        flats: Sequence[Flat],
-        weights: Sequence[SharedWeights],
+        self, optimizer: Optimizer, flats: Sequence[Flat], weights: Sequence[SharedWeights]
     ) -> None:
         groups = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
         self._parameters: dict[int, Tensor] = {}

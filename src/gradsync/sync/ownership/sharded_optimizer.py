@@ -410,9 +410,7 @@ class ShardedOptimizer(Optimizer):
             Item(numel=p.numel(), itemsize=p.element_size(), kind=(p.dtype, p.device)) for p in own
         ]
         plans = plan_buckets(
-            *(items, range(len(items))),
-            bucket_bytes=BUCKET_BYTES,
-            world_size=self._comm.world_size,
+            *(items, range(len(items))), bucket_bytes=BUCKET_BYTES, world_size=self._comm.world_size
         )
         self._covered = set(map(id, own))
         self._update = ShardedUpdate(

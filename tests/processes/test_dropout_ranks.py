@@ -70,7 +70,7 @@ def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
         among = World() if case == "own data" else world
         batches = gs.loader(data, among, seed=seed, num_epochs=1, **sizes)
         if case == "place" and other:
-            next(iter(batches))
+            next(each for each in batches if not each.drain())
         if case == "state" and other:
             batches.load_state_dict(batches.state_dict() | {"samples": 8})
         for step in batches:

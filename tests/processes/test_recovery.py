@@ -125,14 +125,14 @@ def test_a_rank_that_differs_does_not_join(tmp_path: Path, alone: dict[str, Any]
 def test_a_rank_that_differs_does_not_join_after_another_loss(
     tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    kills = ["1:1:data", "wait:3", "1+:0:loaded:drifts", "0:*:compares"]
+    kills = ["1:1:data", "wait:2", "1+:0:loaded:drifts", "0:*:compares"]
     done = launch(tmp_path / "out", 3, "invariant", *kills, rejoin=1).ok()
     assert "rank 1, started again, leaves: replicas differ" in done.stderr
     assert [end["sha256"] for end in told(tmp_path / "out")] == [alone["sha256"]]
 
 
 def test_ranks_that_differ_already_end_when_another_one_joins(tmp_path: Path) -> None:
-    kills = ["1:1:data", "2:1:data:drifts", "wait:3"]
+    kills = ["1:1:data", "2:1:data:drifts", "wait:2"]
     done = launch(tmp_path / "out", 3, "invariant", *kills, rejoin=1)
     assert done.returncode == 1
     assert "replicas differ" in done.stderr

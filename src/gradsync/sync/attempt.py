@@ -46,7 +46,7 @@ class Attempt:
             except RuntimeError as error:
                 if communication_error(error) is None:
                     raise
-                recovery.recover(error)  # those that are left are compared again
+                recovery.recover(error)  # then the remaining ranks compare again
                 continue
             if why:
                 recovery.leave_out(newcomers, why)

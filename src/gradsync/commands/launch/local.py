@@ -146,8 +146,8 @@ def launch_ranks(
     agent = LocalAgent(spec, logs, meeting, shrinks=shrinks, rejoin=rejoin)
     meeting.stopped = lambda: bool(agent.received)
     # No names: the agent must not install its handlers. torch's profiler writes two lines to
-    # standard error at the start and end of a trace; its warnings about sockets repeat our one-line
-    # errors, with stacks.
+    # standard error at the start and end of a trace; torch's warnings about sockets repeat our
+    # one-line errors, with stacks.
     quiet = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     variables = {_TORCH_SIGNALS: "", **{name: environ.get(name, quiet[name]) for name in quiet}}
     if nodes is None:  # otherwise the user must set the same token on all nodes

@@ -335,7 +335,7 @@ def goodput(seconds: float, every_s: float, *, ranks: int) -> dict[str, Any]:
     """
     draw, width, faults = random.Random(0), 1536, []
     with two_hosts() as hosts:
-        given: dict[str, Any] = {"steps": 200_000, "width": width, "hosts": hosts, "silence_s": 1.5}
+        given: dict[str, Any] = {"steps": 200_000, "width": width, "hosts": hosts, "silence_s": 1}
         quiet = [_rate(ranks, seconds / 10, given)]
         run = LongRun(ranks // 2, **given)
         wait_for(run, ranks)

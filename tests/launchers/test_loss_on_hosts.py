@@ -175,6 +175,18 @@ def test_a_host_that_is_cut_off(tmp_path: Path, alone: dict[str, Any]) -> None:
     assert "which serves the rendezvous store, vanished without a word" in second.stderr
 
 
+@pytest.mark.launcher("namespaces")
+def test_ranks_come_back_after_a_short_cut(tmp_path: Path, alone: dict[str, Any]) -> None:
+    """They lose the store, which their launcher does not; neither it nor the run ends."""
+    kills = ["3:2:backward:cuts", "plugs", "wait:4"]
+    runs = launch(tmp_path / "out", *kills, rejoin=2, variables={"TEST_SILENCE_S": "2"})
+    said = [run.stderr[-3000:] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    ends = [(end["world_size"], end["sha256"]) for end in told(tmp_path / "out")]
+    assert ends == [(4, alone["sha256"])] * 4, said
+    assert "which serves the rendezvous store, vanished without a word" in said[1]
+
+
 @pytest.mark.parametrize(
     ("groups", "ended", "empty", "waited_s", "how"),
     [
@@ -209,6 +221,15 @@ def test_what_a_host_without_ranks_waits_for(
         for node, value in values.items():
             meeting._records().claim(f"{name}/{node}", str(value))
     assert meeting.how_others_end(waited_s) == how
+
+
+def test_a_host_whose_ranks_have_just_joined_is_not_empty() -> None:
+    meeting = AgentRendezvous(Nodes(count=2, rank=0, address="127.0.0.1", port=0))
+    meeting._store = HashStore()
+    for key, value in ((agent_rendezvous._NUMBERED, "2"), (group_key(0), "3"), ("joined", "1")):
+        meeting._store.set(key, value)
+    assert meeting.how_others_end(1, ["joined"]) is None
+    assert meeting.how_others_end(1, ["other"]) == 1
 
 
 def test_a_silent_store_holds_up_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

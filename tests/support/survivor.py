@@ -35,7 +35,7 @@ from torch.utils.data import TensorDataset
 import gradsync as gs
 from gradsync.checkpoint.weights import weights_sha256
 from gradsync.core.files import Filesystem
-from gradsync.runtime.peers import process_state
+from gradsync.runtime.peers import Peers, process_state
 
 STEPS, MICRO_BATCHES, EVALUATED = 6, 8, 12
 
@@ -45,6 +45,15 @@ def main(out: str, strategy: str, *kills: str) -> None:
     me = os.environ.get("RANK", "0") + "+" * int(os.environ.get("GRADSYNC_REJOIN", "0"))
     once: list[str] = []
     now, queued, first = 0, False, int(os.environ.get("WORLD_SIZE", "1"))
+
+    def plug(state: str) -> None:
+        subprocess.run(["ip", "link", "set", "veth0", state], check=True)
+
+    say_gone = Peers.server_obituary
+
+    def plugging(peers: Peers, error: BaseException) -> str:
+        plug("up")
+        return say_gone(peers, error)
 
     def dies(place: str) -> None:
         if f"{me}:{now}:{place}" in kills or f"{me}:*:{place}" in kills:
@@ -57,7 +66,9 @@ def main(out: str, strategy: str, *kills: str) -> None:
         if f"{me}:{now}:{place}:asks" in kills:  # a stop, of all
             os.kill(os.getpid(), signal.SIGTERM)
         if f"{me}:{now}:{place}:cuts" in kills:  # its host off the network
-            subprocess.run(["ip", "link", "set", "veth0", "down"], check=True)
+            plug("down")
+            if "plugs" in kills:  # in again when its ranks notice that the store is gone
+                Peers.server_obituary = plugging  # type: ignore[method-assign]
         if f"{me}:{now}:{place}:asks-launcher-0" in kills:
             os.kill(int(Path(out, "launcher-0").read_text()), signal.SIGTERM)
             while not world.should_stop:

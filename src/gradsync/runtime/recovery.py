@@ -358,7 +358,7 @@ class Recovery:
             _say(f"rank {self._names[0]} waits for the others' next checkpoint")
             try:
                 while (admission := self._group.admission()) is None:
-                    time.sleep(10 * _LOOK_S)
+                    time.sleep(2 * _LOOK_S)
             except RuntimeError as gone:
                 raise PeerError("the launcher with the rendezvous store has vanished") from gone
             self._admission = admission
@@ -402,11 +402,7 @@ class Recovery:
                 if failure := watch.peer_failure():
                     raise failure from error
                 texts = {each: records.get(f"report/{each}") for each in members}
-                found = {
-                    each: Report(**json.loads(text))
-                    for each, text in texts.items()
-                    if text is not None
-                }
+                found = {each: Report(**json.loads(text)) for each, text in texts.items() if text}
                 missing = [each for each in members if each not in found]
                 left = set(missing).intersection(peers.left() if missing else ())
                 if left and not mine.holds_sums:  # it does not take part in this step; not lost
@@ -437,7 +433,11 @@ class Recovery:
                             _say(f"rank {rank} waits for {missing} to abandon the step")
                         time.sleep(_LOOK_S)
         except DistError as gone:
-            raise PeerError(peers.server_obituary(gone)) from error
+            said = peers.server_obituary(gone)
+            if peers.hosted_by_agent and peers.hosts:  # by another host's launcher, for others
+                _say(said)
+                os.kill(os.getpid(), signal.SIGKILL)  # an exit code would end the run
+            raise PeerError(said) from error
 
     def _waiting(self, reports: Sequence[Report]) -> Mapping[int, Presence]:
         """Who may join a group of ranks with these reports."""
@@ -478,7 +478,5 @@ def _say(line: str) -> None:
 
 def _proposal(text: bytes) -> tuple[dict[int, Report], dict[int, Presence]]:
     reports, joining = json.loads(text)
-    return (
-        {int(rank): Report(**report) for rank, report in reports.items()},
-        {int(name): Presence(**presence) for name, presence in joining.items()},
-    )
+    presences = {int(name): Presence(**presence) for name, presence in joining.items()}
+    return {int(rank): Report(**report) for rank, report in reports.items()}, presences

@@ -428,9 +428,9 @@ class Session:
             self._begin_group(meeting)
         else:
             self.watch = None
-        meeting.tell_launcher(*self._group_keys, value=str(number))
-        if self._joined_key:
+        if self._joined_key:  # first: see `AgentRendezvous.how_others_end`
             meeting.tell_launcher(self._joined_key)
+        meeting.tell_launcher(*self._group_keys, value=str(number))
 
     def _set_up_compute(self, world: World) -> None:
         import torch

@@ -341,6 +341,8 @@ class FailureWatch:
                 sys.stderr.write(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
                 sys.stderr.flush()
             sys.stdout.flush()
+        if self._on_loss and self._store_lost and self.peers.hosted_by_agent and self.peers.hosts:
+            os.kill(os.getpid(), signal.SIGKILL)  # cut off, thus lost: a code would end the run
         os._exit(code if code == LatePeerError.exit_code else 1)
 
 

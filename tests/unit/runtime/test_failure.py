@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -261,6 +262,26 @@ def test_a_server_that_leaves_as_it_hears_of_a_failure_did_not_vanish() -> None:
 def test_the_launcher_is_named_where_it_serves_the_store() -> None:
     gone = settled(Store("store gone"), caught(torchs, "Broken pipe"), hosted_by_agent=True)
     assert str(gone).startswith("the launcher, which serves the rendezvous store, vanished")
+
+
+@pytest.mark.parametrize(
+    ("shrinks", "hosts", "by_signal"),
+    [(True, ["a", "b"], True), (True, [], False), (False, ["a", "b"], False)],
+)
+def test_a_rank_that_is_cut_off_ends_as_a_lost_one(
+    shrinks: bool, hosts: list[str], by_signal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher may still reach the others, which an exit code would end. On one host the
+    launcher itself is gone."""
+    ends: list[int] = []
+    monkeypatch.setattr(watching.threading, "Timer", MagicMock())
+    monkeypatch.setattr(os, "kill", lambda _, number: ends.append(number))
+    monkeypatch.setattr(os, "_exit", ends.append)
+    watch = watch_of(Store("store gone"), grace_s=0.0, hosted_by_agent=True, hosts=hosts)
+    watch._on_loss = (lambda: None) if shrinks else None
+    watch.start()
+    watch._thread.join(5.0)
+    assert ends[0] == (signal.SIGKILL if by_signal else 1)
 
 
 def test_a_server_that_has_left_in_good_order_takes_nobody_along(

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -196,14 +196,17 @@ class AgentRendezvous(RendezvousHandler):
         """Have the other hosts' launchers stop their ranks."""
         self._ask(lambda: self._store.set(_STOP, "1"), otherwise=None)
 
-    def how_others_end(self, waited_s: float) -> int | None:
+    def how_others_end(self, waited_s: float, coming: Sequence[str] = ()) -> int | None:
         """How hosts end that go on without this one's ranks, which were lost so long ago: None
-        while they run, 0 for well, 75 for a stop, 1 otherwise, or if there are none."""
+        while they run, 0 for well, 75 for a stop, 1 otherwise, or if there are none. A rank that
+        was started again may have joined by now, and have told so under a key of `coming`."""
 
         def ends() -> int | None:
             records = self._records()
             here, group = self._last_group(self._store)
             if self._number in here:
+                if any(self._store.check([key]) for key in coming):
+                    return None
                 records.set(f"empty/{self._number}", str(group))
                 if waited_s > _REGROUP_S:  # the others would have made another one
                     return 1

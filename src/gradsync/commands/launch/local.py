@@ -52,7 +52,7 @@ from gradsync.errors import ConfigError, LatePeerError
 from gradsync.runtime import environ
 from gradsync.runtime.network import interface_towards
 from gradsync.runtime.peers import process_state
-from gradsync.runtime.rejoin import REJOIN
+from gradsync.runtime.rejoin import REJOIN, joined_key
 from gradsync.runtime.signals import LAUNCHED
 from gradsync.runtime.store import TOKEN, wait_until
 
@@ -380,7 +380,8 @@ class LocalAgent(LocalElasticAgent):
         left_out = None in codes and self._meeting.is_left_out(inside=inside)
         if self._alone_since_s is not None:
             waited_s = time.monotonic() - self._alone_since_s
-            ends = 1 if others else self._meeting.how_others_end(waited_s)
+            coming = [joined_key(self._rank(n), self._again[n]) for n in outside]
+            ends = 1 if others else self._meeting.how_others_end(waited_s, coming)
             if ends in (0, STOPPED):
                 self._lost |= lost
                 self._lost_code = ends

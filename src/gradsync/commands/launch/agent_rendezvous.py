@@ -255,9 +255,8 @@ class AgentRendezvous(RendezvousHandler):
         if not self._gone and (self._asking is None or not self._asking.is_alive()):
             self._asking = thread = threading.Thread(target=ask, name="gradsync-ask", daemon=True)
             thread.start()
-            wait_until(
-                lambda: not thread.is_alive() or over(), time.monotonic() + (limit_s or _ANSWER_S)
-            )
+            until_s = time.monotonic() + (limit_s or _ANSWER_S)
+            wait_until(lambda: not thread.is_alive() or over(), until_s)
             thread.join(_KNOCK_S)
         return answers[0] if answers else otherwise
 

@@ -308,8 +308,7 @@ class LocalAgent(LocalElasticAgent):
 
     def release(self) -> None:
         """Close the store and the ranks' log files."""
-        stopped = STOPPED in self.exit_codes()
-        self._meeting.say_ended(STOPPED if stopped else 1)
+        self._meeting.say_ended(STOPPED if STOPPED in self.exit_codes() else 1)
         self._meeting.shutdown()
         self._close_streams()
 
@@ -390,9 +389,7 @@ class LocalAgent(LocalElasticAgent):
                 if not any(codes):
                     self._lost.clear()  # no host has gone on without them
                 codes = self.exit_codes()
-                return [
-                    1 if n in outside and code is None else code for n, code in enumerate(codes)
-                ]
+                return [1 if n in outside and c is None else c for n, c in enumerate(codes)]
         elif left_out:  # ranks that a signal has stopped
             self._send(signal.SIGKILL)
         if self._meeting.stop_asked and not self.received:

@@ -91,7 +91,7 @@ def test_a_host_comes_back(tmp_path: Path, alone: dict[str, Any]) -> None:
     """Its ranks and its launcher end at once; then its line is typed again."""
     out = tmp_path / "out"
     again = {"TEST_HOST": "1", "TEST_AFTER": str(out / "host-is-lost")}
-    first, lost, second = launch(out, "2:2:forward:host", "until:4", also=[again])
+    first, lost, second = launch(out, "2:2:reduced:host", "until:4", also=[again])
     said = first.stderr[-5000:] + second.stderr[-3000:]
     assert (first.returncode, lost.returncode, second.returncode) == (0, -9, 0), said
     assert [(end["world_size"], end["sha256"]) for end in told(out)] == [(4, alone["sha256"])] * 4

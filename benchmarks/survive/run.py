@@ -297,7 +297,7 @@ def same_end(lines: list[dict[str, Any]], *, steps: int, width: int) -> bool:
 
 def walk(events: int, *, ranks: int) -> dict[str, Any]:
     """Losses of one to all but one ranks at once, and joins, until there were so many."""
-    draw, steps, width = random.Random(0), 200_000, 64
+    draw, steps, width = random.Random(0), 20_000, 64
     run = LongRun(ranks, steps=steps, width=width)
     wait_for(run, ranks)
     losses, joins, sizes = 0, 0, [ranks]
@@ -335,7 +335,8 @@ def goodput(seconds: float, every_s: float, *, ranks: int) -> dict[str, Any]:
     """
     draw, width, faults = random.Random(0), 1536, []
     with two_hosts() as hosts:
-        given: dict[str, Any] = {"steps": 200_000, "width": width, "hosts": hosts, "silence_s": 1}
+        steps = round(24 * seconds)  # more than it can do; each start draws the data of all
+        given: dict[str, Any] = {"steps": steps, "width": width, "hosts": hosts, "silence_s": 1}
         quiet = [_rate(ranks, seconds / 10, given)]
         run = LongRun(ranks // 2, **given)
         wait_for(run, ranks)
@@ -368,7 +369,7 @@ def goodput(seconds: float, every_s: float, *, ranks: int) -> dict[str, Any]:
         "goodput": round(done / took_s / statistics.mean(quiet), 4),
         "paused": round(paused_s(lines, began, ended) / took_s, 4),
         "exit_code": code,
-        "same_bits": same_end(lines, steps=given["steps"], width=width),
+        "same_bits": same_end(lines, steps=steps, width=width),
     }
 
 

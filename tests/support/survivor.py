@@ -194,7 +194,10 @@ def main(out: str, strategy: str, *kills: str) -> None:
                 with attempt:  # an evaluation without messages of its own
                     dies("evaluates")
                     share = [*range(world.rank, EVALUATED, world.world_size)]
-            seen.append(sorted(number for each in gs.gather(share) for number in each))
+            for attempt in sync.attempts():
+                with attempt:  # a rank that dies next might leave others in the gather
+                    everyone = gs.gather(share)
+            seen.append(sorted(number for each in everyone for number in each))
             for attempt in sync.attempts(batch):
                 with attempt:
                     dies("data")

@@ -6,10 +6,9 @@ numbers, with a + for each time that they were started again. It writes what it 
 
 Among the kills: `wait:STEP`, before that step rank 0 waits for a rank that was started again;
 `until:SIZE`, before each step after the first one it waits for as many ranks; `sees:RANK`, before
-the second one for the end of that rank's launcher; `saves`, after each
-step; `differs`, a rank that was started again has another learning rate; `late`, sums arrive
-behind the host, as on a GPU, and those that a lost rank leaves open are garbage; `uneven`, ranks
-have made different numbers of groups.
+the second one for the end of that rank's launcher; `saves`, after each step; `differs`, a rank that
+was started again has another learning rate; `late`, sums come behind the host, as on a GPU, and
+those that a lost rank leaves open are garbage; `uneven`, ranks have made unequally many groups.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ def main(out: str, strategy: str, *kills: str) -> None:
                     dies("evaluates")
                     share = [*range(world.rank, EVALUATED, world.world_size)]
             for attempt in sync.attempts():
-                with attempt:  # a rank that dies next might leave others in the gather
+                with attempt:  # else a rank that dies next may leave others in it
                     everyone = gs.gather(share)
             seen.append(sorted(number for each in everyone for number in each))
             for attempt in sync.attempts(batch):
@@ -231,8 +230,7 @@ def main(out: str, strategy: str, *kills: str) -> None:
             done.append([batch.number, mine])
             draws.append(drawn)
             losses.append(0.0 if own else sync.mean_loss)
-        states = optimizer.state.values()
-        averages = {str(i): state["exp_avg"] for i, state in enumerate(states)}
+        averages = {str(i): state["exp_avg"] for i, state in enumerate(optimizer.state.values())}
         told = {
             "done": done,
             "losses": losses,

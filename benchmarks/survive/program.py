@@ -136,8 +136,7 @@ def train(
                 scheduler.step()
         diary.write("committed", step=done, generation=generation, ranks=world.world_size)
         done += 1
-        # Ranks that come within some steps join together.
-        if done % save_every == 0 or (result.rank_waits and done % 8 == 0) or result.stop:
+        if done % save_every == 0 or result.rank_waits or result.stop:
             state = {"scheduler": scheduler.state_dict()}
             gs.save(out / "checkpoints", step=done, extra=state, **parts)
             killer.at(done - 1, "saved")
